@@ -52,8 +52,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
     """Lightning plugin that writes checkpoint files atomically and verifies their checksum when it reads them.
 
     If ``last.ckpt`` is damaged, ``previous.ckpt`` is loaded. A large checkpoint (1 GB for an adapter of rank 32 on a 7B
-    model with Adam) can be written by a background thread from a copy in host memory. This memory is reused for the
-    next checkpoint, and freed by ``teardown``.
+    model with Adam) can be written by a background thread from a copy in host memory. The copy's memory is reused for
+    the next checkpoint, and freed by ``teardown``.
     """
 
     def __init__(self) -> None:
@@ -215,8 +215,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
-    """Load a checkpoint file that contains only tensors and objects of Python's built-in types. ``Damaged``: the
-    checksum does not match, or the file does not contain a dict of such objects."""
+    """Load a checkpoint file that contains only tensors and objects of Python's built-in types. Raises ``Damaged`` if
+    the checksum does not match, or the file does not contain a dict of such objects."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - TRAILER
         file.seek(max(size, 0))
@@ -354,8 +354,8 @@ def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint belongs to a run with another base, seed or adapter settings. ``saved`` is the
-    identity in the checkpoint, ``current`` that of this start; the message lists all differences."""
+    """Raise ValueError if a checkpoint belongs to a run with another base, seed or adapter settings. ``saved`` has
+    these values from the checkpoint, ``current`` those of this start; the message lists all differences."""
     differences = [
         f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
         f"this start has {json.dumps(value)}{OTHER_BASE if name == 'base' else ''}"

@@ -84,7 +84,8 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 
 def check_class_paths(value: Any, place: str = "") -> None:
     """Raise ValueError if a ``class_path`` in a parsed configuration names neither a class nor a function whose return
-    annotation says what it makes. ``place`` is the dotted name of ``value``, for the error message.
+    annotation says what it makes. ``value`` is the configuration or a part of it, and ``place`` the dotted name of this
+    part, for the error message.
 
     Without this check, jsonargparse calls any object that is named where a callable is expected, such as a reward, and
     checks only its result. The class of a reward must have a ``__call__`` with a reward's parameters; this also holds

@@ -1,5 +1,5 @@
 """Shorten jsonargparse's error messages about a configuration to the wrong value, what was expected, and the most
-similar known name. The messages are parsed as text, because jsonargparse's exceptions have no other attributes."""
+similar known name. The messages are parsed as text, because jsonargparse's exceptions hold nothing but the message."""
 
 import importlib
 import inspect

@@ -20,8 +20,8 @@ HELP = (
 
 
 class WholeRun(NamedTuple):
-    """Sizes of the run whose configuration a smoke test (a short trial run) tries. The smoke test itself has smaller
-    ones, so the caller checks separately that these fit the model and the data."""
+    """Batch size and longest sequence of the run whose configuration a smoke test (a short trial run) tries. The caller
+    checks that these fit the model and the data, because the smoke test itself uses smaller ones."""
 
     batch_size: int
     """Prompts per rollout."""

@@ -147,10 +147,10 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
 
 
 def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
-    """Raise ValueError if a node of a YAML file has a fault: a cyclic alias, a key that is duplicate or no word, or too
-    many values. Returns the number of its values, counting an alias as the values that it stands for. ``above`` has the
-    ids of the nodes that contain this one. ``sizes`` has the results for nodes that were checked before, by their
-    ids."""
+    """Raise ValueError if a node of a YAML file has a fault: a cyclic alias, a key that is duplicate or of a kind not
+    in ``KINDS_OF_KEYS``, or more than ``MOST_VALUES`` values. Returns the number of the node's values, counting an
+    alias as the values that it stands for. ``above`` has the ids of the nodes that contain this one. ``sizes`` has the
+    results for nodes that were checked before, by their ids."""
     if id(node) in above:
         raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
     if id(node) in sizes:

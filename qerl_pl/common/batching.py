@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Divide rows into micro-batches of at most ``max_tokens`` tokens, not counting padding. ``lengths`` [B] are the
-    numbers of tokens of B rows. Returns the row indices, int64, of each micro-batch, the micro-batch with the most
-    tokens first.
+    """Divide rows (sequences of tokens, or groups of sequences that stay together) into micro-batches of at most
+    ``max_tokens`` tokens, not counting padding. ``lengths`` [B] are the numbers of tokens of B rows. Returns the row
+    indices, int64, of each micro-batch, the micro-batch with the most tokens first.
 
     First-fit decreasing gives at most about 11/9 of the smallest possible number of micro-batches; rows of equal length
     keep their order, so the result depends only on the lengths. Raises ValueError if a single row is longer than

@@ -19,13 +19,13 @@ def shortened(text: str, most: int = 80) -> str:
 class CheckFailed(RuntimeError):
     """Error of a check which finds that the run must not go on, for example because the engine's completions are not
     samples from the policy. The program prints the message without a traceback and exits with ``EXIT_STATUS``;
-    checkpoints and logs are those of the last finished step."""
+    checkpoints and logs are those of the last training step (a rollout and its updates) that was finished."""
 
 
 def is_due(index: int, every: int) -> bool:
-    """Return whether callbacks make their time-consuming checks of the rollout engine in a rollout (or in a batch of an
-    evaluation). They do in the first ``EARLY`` rollouts of a run and in those whose ``index``, counted from 0, is a
-    multiple of ``every``."""
+    """Return whether callbacks make their time-consuming checks of the rollout engine in rollout ``index`` of a run,
+    counted from 0: they do in the first ``EARLY`` rollouts, and if ``index`` is a multiple of ``every``. In an
+    evaluation, ``index`` counts batches."""
     return index < EARLY or index % every == 0
 
 

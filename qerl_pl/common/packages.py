@@ -52,8 +52,8 @@ that is imported."""
 
 
 def not_installed(module: str) -> str | None:
-    """Return a message that the optional package with this module is not installed, with the command that installs it;
-    None if the module belongs to no optional package."""
+    """Return a message that the optional package to which the module named ``module`` belongs is not installed, with
+    the command that installs this package; None if the module belongs to no optional package."""
     requirement = EXTRAS.get(module.partition(".")[0])
     if requirement is None:
         return None

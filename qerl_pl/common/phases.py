@@ -77,8 +77,8 @@ class Phase:
 @contextmanager
 def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool = False) -> Iterator[Phase]:
     """Show on stderr, while the ``with`` block runs, what the block does. The arguments are those of ``Phase``. With
-    ``at_once``, the phase is shown before the block begins; blocks that import modules need this, because imports may
-    keep the printing thread from running.
+    ``at_once``, the phase is shown before the block begins; ``with`` blocks that import modules need this, because
+    imports may keep the printing thread from running.
 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.

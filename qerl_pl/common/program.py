@@ -35,8 +35,9 @@ class _Ending:
 
 
 def end_by_signals() -> None:
-    """Let Ctrl-C and SIGTERM end this process, unless it was started with them ignored. The first of them raises
-    KeyboardInterrupt or ``Stopped``, so that temporary files are removed; the next one ends the process at once."""
+    """Let Ctrl-C and SIGTERM end this process, unless it was started with them ignored. The first signal raises
+    KeyboardInterrupt (Ctrl-C) or ``Stopped`` (SIGTERM), so that temporary files are removed; the next one ends the
+    process at once."""
     _Ending.at_once = False
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -70,8 +71,8 @@ def ended_at_once() -> Iterator[None]:
 
 
 def open_streams() -> None:
-    """Open the null device in place of each standard stream that is closed, so that no file gets its number, which
-    libraries would write their messages into."""
+    """Open the null device in place of each standard stream that is closed, because otherwise a file that is opened
+    later would get the stream's descriptor, and libraries would write their messages into this file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115
@@ -97,11 +98,12 @@ def restored_arguments() -> Iterator[None]:
 
 @contextmanager
 def kept_for_good() -> Iterator[None]:
-    """Turn off Python's garbage collection inside the context, and exclude all objects that exist at its end from later
-    collections. Commands import their packages in it.
+    """Turn off Python's garbage collection inside the context, and exclude all objects that exist when the context ends
+    from later collections. Commands import their packages inside this context.
 
-    Importing torch, Lightning and transformers makes half a million objects, which stay until the process ends.
-    Looking at them again and again takes a quarter of the imports' time, and half a second in each later collection.
+    Importing torch, Lightning and transformers makes half a million objects, which stay until the process ends. If the
+    garbage collector examined them, this would take a quarter of the imports' time, and half a second in each later
+    collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,6 +1,7 @@
 """Collective operations over the ranks of a run; in a run of one rank they return their input.
 
-Every rank must call the same functions in the same order, even if it has no completions.
+Every rank must call the same functions in the same order, even if it has no completions; otherwise the other ranks
+would wait for it without end.
 """
 
 from collections.abc import Sequence

@@ -117,7 +117,8 @@ def is_running(folder: Path) -> bool:
 def keep_metrics(folder: Path) -> Path | None:
     """Rename the metrics.csv of an interrupted run to the first free one of metrics-1.csv, metrics-2.csv, ..., because
     Lightning's CSVLogger would delete it. Returns the new path; returns None, without renaming, if there is no
-    metrics.csv or another process trains in the folder. Only the first rank may call this function."""
+    metrics.csv or another process trains in the folder. Only the first rank may call this function, because all ranks
+    share the folder."""
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):
         return None

@@ -1,5 +1,5 @@
-"""Data types that pass between rollout, reward and loss. Letters: B rows (completions) of a rollout, S tokens of its
-longest row, T tokens of a row, L blocks of the model with experts, k experts per token."""
+"""Data types that pass between rollout, reward and loss. Letters: B rows of a rollout (a prompt with a completion
+each), S tokens of the longest row, T tokens of one row, L decoder blocks that have experts, k experts per token."""
 
 from __future__ import annotations
 

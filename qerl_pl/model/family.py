@@ -54,8 +54,8 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """Description of the decoder blocks of a model family for quantisation, adapters, noise and memory planning. Linear
-    layers and norms are given by their attribute names within a block, e.g. ``q_proj``."""
+    """Description of a model family's decoder blocks for quantisation, LoRA adapters, adaptive quantization noise and
+    memory planning. Linear layers and norms are given by their attribute names within a block, e.g. ``q_proj``."""
 
     projections: tuple[str, ...] = PROJECTIONS
     """Linear layers that LoRA may adapt."""
@@ -227,7 +227,7 @@ def family_of(model_type: object, *, path: object) -> Family:
 
 
 def with_merged(names: Collection[str]) -> tuple[str, ...]:
-    """Extend LoRA targets, whose names are those of most families, by the names that the same layers have in other
-    families: merged matrices, such as qkv_proj for q_proj, k_proj and v_proj, and layers of gated delta nets. Returns
-    the given names, then the additional ones."""
+    """Extend LoRA targets, given by the layer names that most model families use, by the names of the corresponding
+    layers in other families: merged matrices, such as qkv_proj if q_proj, k_proj and v_proj are all given, and layers
+    of gated delta nets. Returns the given names, then the additional ones."""
     return (*names, *(other for other, parts in {**MERGED, **INSTEAD}.items() if set(parts) <= set(names)))

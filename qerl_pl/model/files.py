@@ -176,8 +176,8 @@ def has_vision(config: Mapping) -> bool:
 
 
 def text_name(name: str) -> str | None:
-    """Translate a tensor's name in a checkpoint of a vision-language model to its name in the language model stored
-    alone; None for tensors of the vision model."""
+    """Translate a tensor's name in a checkpoint of a vision-language model to its name in a checkpoint of the language
+    model alone; None for tensors of the vision model."""
     for stored, plain in PREFIXES.items():
         if name.startswith(stored):
             return plain + name.removeprefix(stored)

@@ -78,8 +78,9 @@ class BlockStream:
         return {linear: sums[linear].div_(counts[linear]) for linear in linears}
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Run the decoder block named ``name`` with the weights ``tensors`` (by full name) on the stored hidden states,
-        and replace these by its outputs, the inputs of the next block."""
+        """Run the decoder block named ``name`` with the weights ``tensors`` (by full name) on the hidden states of the
+        calibration sequences (``hidden``), and replace them by the block's outputs, which are the inputs of the next
+        block."""
         self.hidden = self._run(self._place(name, tensors))
         self._remove(name)
 
@@ -101,8 +102,9 @@ class BlockStream:
 
     @torch.no_grad()
     def _run(self, block: nn.Module | None = None) -> Tensor:
-        """Run the decoder on the stored hidden states of S sequences of L tokens, and return its outputs, [S, L, H] in
-        host memory. Only ``block`` computes: the other blocks have been replaced by modules that return their inputs.
+        """Run the decoder on the hidden states of the S calibration sequences (``hidden``), and return the decoder's
+        outputs, [S, L, H] in host memory. Of its blocks only ``block``, which ``_place`` has inserted, computes (None:
+        none does); in place of the others there are modules that return their inputs.
         """
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
@@ -116,9 +118,9 @@ class BlockStream:
 
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
-    """Mix the second moments of each expert with the mean over all experts, as if ``PRIOR_ROWS`` further inputs had
-    that mean, in place. ``sums`` has, for each linear layer, the sum of x x^T over its inputs x, and ``counts`` the
-    number of these inputs."""
+    """Mix, in place, the second moment of each expert's inputs with the mean over the experts of its layer, as if the
+    expert had ``PRIOR_ROWS`` further inputs with this mean as second moment. ``sums`` has, for each linear layer, the
+    sum of x x^T over its inputs x, and ``counts`` the number of these inputs."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

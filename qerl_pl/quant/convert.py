@@ -36,9 +36,10 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
     was needed.
 
     Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original. For
-    checkpoints by ModelOpt, both replace tensor scales by their fp32 reciprocals, so weights differ from ModelOpt's own
-    by a relative error of at most 2^-23 before rounding. Raises ValueError if the checkpoint is damaged, or if tensor
-    scales of linear layers that inference engines fuse into one matrix cannot be made equal without changing weights.
+    checkpoints by ModelOpt, both that library and this function replace tensor scales by their fp32 reciprocals, so
+    weights differ from ModelOpt's own by a relative error of at most 2^-23 before rounding. Raises ValueError if the
+    checkpoint is damaged, or if tensor scales of linear layers that inference engines fuse into one matrix cannot be
+    made equal without changing weights.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)

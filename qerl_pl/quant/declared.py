@@ -66,9 +66,9 @@ def quantises_cache(config: Mapping) -> bool:
 
 
 def read_layout(path: Path) -> Layout | None:
-    """Return how a checkpoint stores its 4-bit linear layers, or None if no layer is quantised. Raises ValueError if
-    training cannot start from weights quantised in this way; for some of these checkpoints, ``convert`` can make a
-    usable copy."""
+    """Return the layout (4-bit format and names of tensors) in which a checkpoint stores its 4-bit linear layers; None
+    if no layer is quantised. Raises ValueError for a layout, or a quantised KV cache or activations, with which
+    training cannot start; of some such checkpoints, the module ``quant/convert.py`` can make a usable copy."""
     config = quantization_config(path)
     if config is None:
         return None
@@ -96,8 +96,9 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Return how a checkpoint stores its 4-bit linear layers; None if no layer is quantised. Unlike ``read_layout``,
-    this raises no error for NVFP4 checkpoints that training can use after a conversion by ``quant/convert.py``."""
+    """Return the layout (4-bit format and names of tensors) in which a checkpoint stores its 4-bit linear layers; None
+    if no layer is quantised. Unlike ``read_layout``, this raises no error for NVFP4 checkpoints that training can use
+    after a conversion by ``quant/convert.py``."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)

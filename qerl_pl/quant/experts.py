@@ -34,8 +34,9 @@ groups are the name up to ``experts``, and the layer's own name, here ``up_proj`
 
 
 class Routing(NamedTuple):
-    """Sizes of a model's routes: for each token and each of the model's L mixture-of-experts layers, the indices of the
-    k experts that computed the token. A rollout engine returns them as a tensor [tokens, L, k]."""
+    """Sizes of the tensor of routes that a rollout engine returns for a mixture-of-experts model. The routes, [tokens,
+    L, k], are the indices of the k experts that computed each token in each of the model's L mixture-of-experts
+    layers."""
 
     num_layers: int
     """Number of blocks with a mixture, L."""
@@ -68,9 +69,9 @@ def choose(scores: Tensor, chosen: int) -> Tensor:
 
 def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) -> Tensor:
     """Compute the weights, [T, k], by which the outputs of each token's k experts are multiplied before they are added.
-    They are the router's scores of these experts, divided by their sum per token if ``normalised``, times ``scale``.
-    ``scores`` [T, E] are the scores of all experts, and ``ids`` [T, k] int64 the indices of the experts that compute
-    each token."""
+    They are the router's scores of these experts, divided by their sum per token if ``normalised``, times the constant
+    ``scale``. ``scores`` [T, E] are the scores of all experts, and ``ids`` [T, k] int64 the indices of the experts
+    chosen for each token."""
     weights = scores.gather(1, ids)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -154,8 +155,8 @@ class StackedLinear(nn.Module):
 
 
 class FrozenExperts(nn.Module):
-    """All experts of one block, with frozen weights stacked over experts: one ``StackedLinear`` each for gate_proj,
-    up_proj and down_proj. Autograd keeps the outputs of gate_proj and up_proj for backward."""
+    """All experts of one mixture-of-experts layer, with frozen weights stacked over experts: one ``StackedLinear`` each
+    for gate_proj, up_proj and down_proj. Autograd keeps the outputs of gate_proj and up_proj for backward."""
 
     def __init__(self, experts: SeparateExperts) -> None:
         super().__init__()
@@ -228,8 +229,9 @@ class Mixture(nn.Module):
 
     def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the router's score of every expert for each token of ``tokens`` [T, H]. Returns two tensors [T, E]
-        fp32. From the first follow the weights of the experts' outputs. By the second, which has the router's learned
-        correction added, experts are chosen. In model families without a correction, both are the same tensor."""
+        fp32: the scores from which the weights of the experts' outputs are computed, and those by which experts are
+        chosen, to which a learned bias per expert is added. In model families without this bias, both are one
+        tensor."""
         logits = F.linear(tokens.float(), self.gate.weight.float())
         if self.correction is None:
             scores = logits.softmax(-1)

@@ -99,8 +99,9 @@ def has_experts(config: Mapping) -> bool:
 
 
 def check_positions(positions: int | None, short: int | None, *, longest: int) -> None:
-    """Check that the longest prompt and completion together, ``longest`` tokens, fit into a model's ``positions``, and
-    that trainer and vLLM use the same rotary embedding for every sequence; raise ValueError if not.
+    """Check that the longest prompt and completion together, ``longest`` tokens, do not exceed ``positions``, the
+    model's limit on the length of a sequence (None: none is known), and that trainer and vLLM use the same rotary
+    embedding for every sequence; raise ValueError if not.
 
     With LongRoPE, transformers chooses between short and long factors by the longest row of a forward pass, so one long
     row would change the rows that are packed with it, whereas vLLM chooses once, by ``max_model_len``. Both use the
@@ -263,9 +264,9 @@ def _check_layers(file: Path, config: Mapping) -> None:
 
 
 def _check_windows(file: Path, config: Mapping) -> None:
-    """Raise ValueError if some decoder blocks have a sliding attention window and others have none; the caller asks
-    only for families for which vLLM does not compute this. If config.json has no layer_types, the blocks with a window
-    are those to which transformers' Qwen2Config gives one."""
+    """Raise ValueError if some decoder blocks have a sliding attention window and others have none. This is called only
+    for model families for which vLLM cannot compute such a mixture. If config.json has no layer_types, the blocks with
+    a window are those to which transformers' Qwen2Config gives one."""
     blocks, kinds = config["num_hidden_layers"], config.get("layer_types")
     if not isinstance(kinds, list):
         first = config.get("max_window_layers", 28) if config.get("use_sliding_window") else blocks

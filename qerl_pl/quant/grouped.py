@@ -68,13 +68,13 @@ def sort_rows(ids: Tensor, num_experts: int) -> Routes:
 def grouped_experts(
     x: Tensor, weights: Tensor, routes: Routes, parts: tuple[Dense, Dense, Dense], factors: Factors | None = None
 ) -> Tensor:
-    """Compute, for each token of x [T, H], the sum of its experts' outputs, each times its weight in ``weights`` [T, k]
-    fp32; returns [T, H] in the dtype of x.
+    """Compute, for each token of x [T, H], the sum of its k experts' outputs, each times the router's weight in
+    ``weights`` [T, k] fp32; returns [T, H] in the dtype of x.
 
     The result is differentiable with respect to x, weights and ``factors``, the experts' LoRA adapters (None: there are
     none). ``parts`` are three functions that return the frozen weights of gate, up and down; forward and backward each
     call them, so dequantised weights are not kept. Autograd keeps the outputs of gate and up and, with ``factors``,
-    also x and the rounded adapters.
+    also x and the adapters, rounded to the dtype of x.
     """
     tensors = routes if factors is None else (*routes, *factors)
     return _GroupedExperts.apply(x, weights, parts, *tensors)
@@ -146,8 +146,8 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     """Multiply ``rows`` [S, R], which are sorted by expert, each by its expert's matrix in ``matrices`` [E, R, N], and
     add the products to ``out`` [S, N] in place. ``ends`` [E] has, for each expert, the index after its last row. On a
-    GPU, up to R = ``KERNEL_RANK``, a Triton kernel adds each product in fp32 before it rounds the sum; otherwise
-    products are rounded, too."""
+    GPU, up to R = ``KERNEL_RANK``, a Triton kernel adds each product in fp32 before it rounds the sum; otherwise each
+    product is rounded first, and the sum again."""
     if rows.shape[1] <= KERNEL_RANK and (kernels := _kernels(out)):
         kernels.add_grouped(out, rows, matrices, ends)
     else:
@@ -187,9 +187,9 @@ def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor)
 
 
 def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
-    """Add up, in fp32, the outputs of each token's k experts, multiplied by ``weights`` [T, k] if given. ``rows`` [S,
-    N] has one output per token and expert, sorted by expert; ``routes`` says which rows are a token's. Returns [T, N]
-    in the rows' dtype."""
+    """Add up, in fp32, the outputs of each token's k experts, each multiplied by the router's weight in ``weights`` [T,
+    k], unless this is None. ``rows`` [S, N] has one output per token and chosen expert, sorted by expert; ``routes``
+    says which rows belong to which token. Returns [T, N] in the rows' dtype."""
     if not torch.is_grad_enabled() and (kernels := _kernels(rows)):  # the kernel has no backward
         return kernels.summed(rows, routes.inverse, weights)
     total = torch.zeros(len(routes.inverse), rows.shape[1], device=rows.device)

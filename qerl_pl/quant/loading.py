@@ -179,7 +179,7 @@ def _fill(
 ) -> None:
     """Convert a tensor of a checkpoint for its destination ``part``, check it, and assign it to the module's attribute
     ``part.buffer``, in place of a tensor on the meta device. ValueError: the values, shape or dtype are wrong; the
-    message has the name ``name``."""
+    message has the tensor's name, ``name``."""
     meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)

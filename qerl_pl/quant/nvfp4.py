@@ -12,7 +12,7 @@ r, and here they are multiplied by 1 / r in fp64 and rounded to fp32. For normal
 the quotient of a 4-bit and a 24-bit significand is never within 2^-49 of an fp32 rounding boundary, and the fp64 error
 is 2^-52.
 
-Letters: N outputs, K inputs, E weights.
+Letters: N outputs, K inputs of a weight matrix, E weight matrices of equal shape, such as those of experts.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,8 @@ def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
     """Return the factor of each block of weights: its block scale times the tensor scale, rounded once to fp32, in the
     shape of ``block_scale``. ``block_scale`` has the bits of E4M3 numbers as uint8. ``global_scale`` is the tensor
-    scale, [], or [E] if ``block_scale`` is the concatenation of the block scales of E weights of equal shape."""
+    scale, [], or [E] if ``block_scale`` holds, one after the other, the block scales of E weight matrices of equal
+    shape."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
     if global_scale.ndim == 0:

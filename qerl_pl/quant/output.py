@@ -73,8 +73,9 @@ class OutputFolder:
 
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Complete the folder and rename it to ``OUTPUT``: write the index of tensors, quantization_report.json
-        (settings and error reports) and config.json with the content ``config``, and copy the tokenizer and other
-        ``carried_files`` of the folder ``source``. FileNotFoundError: somebody has removed a finished file."""
+        (settings and error reports) and config.json with the content ``config``, and copy the tokenizer, chat
+        templates, licence and similar files of the checkpoint ``source``. Raises FileNotFoundError if somebody has
+        removed a finished file."""
         for file in self.done:
             (self.partial / file).stat()
         carry(source, self.partial)

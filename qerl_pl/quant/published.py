@@ -2,9 +2,9 @@
 16-bit activations (W4A16).
 
 Published checkpoints may have features that training does not support, and that ``convert`` removes: scales of
-activations and of the KV cache, linear layers in FP8, a quantised head, and different tensor scales of q/k/v or of
-gate/up, which inference engines fuse into one matrix. The format of a linear layer is derived from its tensors, and not
-from the lists of excluded modules in config.json and hf_quant_config.json.
+activations and of the KV cache, linear layers in FP8, a quantised output head, and different tensor scales of q/k/v or
+of gate/up, which inference engines fuse into one matrix. The format of a linear layer is derived from its tensors, and
+not from the lists of excluded modules in config.json and hf_quant_config.json.
 """
 
 import math

@@ -56,9 +56,9 @@ def quantize_checkpoint(
     """Write a copy of the dense checkpoint in the folder ``model`` (bf16, fp16 or fp32) whose linear layers have 4-bit
     weights; return one error report per quantised layer.
 
-    ``load_base`` can load the copy, and so can vLLM and the other libraries that the module ``layouts`` names. The
-    device holds one decoder block and, with calibration data, second moments of the inputs of its layers. Host memory
-    holds one block, or the embeddings if they are larger, and the hidden states of the calibration data.
+    ``load_base`` can load the copy, and so can transformers and, except for NF4, vLLM, both unmodified. The device holds
+    one decoder block and, with calibration data, second moments of the inputs of its layers. Host memory holds one
+    block, or the embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
         output: folder to create; it must be new or empty. The files that an interrupted call with the same settings
@@ -172,8 +172,8 @@ def batches(
     groups: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], *, together: bool
 ) -> Iterator[list[Sequence[str]]]:
     """Divide groups of linear layers (those of a group share a tensor scale) into lists that the quantiser rounds in
-    one call each. With ``together``, groups of experts with equally many input features share a list until it has
-    ``TOGETHER`` weights, so that a GPU launches fewer kernels; every other group has its own list."""
+    one call each. With ``together``, groups of experts' layers with equally many input features share a list until its
+    matrices have ``TOGETHER`` elements, so that a GPU launches fewer kernels; every other group has its own list."""
     waiting: dict[int, list[Sequence[str]]] = {}
     for group in groups:
         if not (together and OF_EXPERT.fullmatch(group[0])):

@@ -26,11 +26,11 @@ def residual_factors(
     residual: Tensor, second_moment: Tensor, rank: int, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the factors A [rank, K] and B [N, rank], fp32, for which the mean of |(E - B A) x|^2 over inputs x is
-    smallest, where E [N, K] is the residual W - Q(W).
+    smallest, where E [N, K] is the residual, the dense weight minus the quantised one.
 
-    Let M [K, K] be the mean of x x^T, or a positive multiple of it (``second_moment``). The best B A is Q Q^T E, where
-    the columns of Q are the eigenvectors of E M E^T with the largest eigenvalues. This is QERA's solution (Theorem 1)
-    without the inverse of a square root of M, so M may be singular. Since Q Q^T is an orthogonal projection, |(E - B A)
+    Let M [K, K] be the mean of x x^T, or a positive multiple of it (``second_moment``). The best B A is V V^T E, where
+    the columns of V are the eigenvectors of E M E^T with the largest eigenvalues. This is QERA's solution (Theorem 1)
+    without the inverse of a square root of M, so M may be singular. Since V V^T is an orthogonal projection, |(E - B A)
     x| is at most |E x| for every x, whatever M is. Row i of A and column i of B have equal norms. If the rank of E is
     less than ``rank``, the rows and columns beyond it are those of a new LoRA adapter (``fresh_factors``).
 
@@ -68,8 +68,8 @@ def adapter_tensors(linear: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
 
 
 def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's ``weights``, by parameter name, with the product B A of an adapter added to the weight of each
-    linear layer that has one."""
+    """Return a model's ``weights``, by parameter name, with the product B A added, unscaled, to the weight of each
+    linear layer for which ``adapter`` has LoRA matrices A and B."""
     added = dict(weights)
     for name, b in adapter.items():
         if name.endswith(".lora_B.weight"):
@@ -80,9 +80,9 @@ def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -
 
 
 class StartFolder:
-    """PEFT folder ``start``, inside a checkpoint that is being written, of the adapter that approximates its
-    quantisation errors. There is one file per decoder block, until ``finish`` joins them. If ``rank`` is None there is
-    no adapter: nothing is written, and ``read`` returns no tensors."""
+    """PEFT folder ``start``, inside a checkpoint that is being written, of the LoRA adapter that approximates this
+    checkpoint's quantisation errors. There is one file per decoder block, until ``finish`` joins them. If ``rank`` is
+    None there is no adapter: nothing is written, and ``read`` returns no tensors."""
 
     def __init__(self, checkpoint: Path, *, rank: int | None) -> None:
         self.folder, self.parts, self.rank = checkpoint / START, checkpoint / f"{START}.parts", rank

@@ -39,10 +39,10 @@ def pack_group(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Tensor]], fmt: Format) -> dict[str, PackedWeight]:
-    """Round several groups of weights to the nearest values of a 4-bit format, such as the weights of all experts of a
-    block; the weights of one group share a tensor scale. All weights must have equally many columns. The results, by
-    layer name, equal those of one call of ``pack_group`` with method "rtn" per group bit for bit, with far fewer kernel
-    launches on a GPU."""
+    """Round several groups of weight matrices to the nearest values of a 4-bit format, such as those of all experts of
+    a block; the matrices of one group share a tensor scale. All matrices must have equally many columns. The results,
+    by layer name, equal those of one call of ``pack_group`` with method "rtn" per group bit for bit, with far fewer
+    kernel launches on a GPU."""
     weights = {name: weight for group in groups for name, weight in group.items()}
     scales = [group_scale(list(group.values()), fmt) for group in groups]
     scale_of = {name: scale for group, scale in zip(groups, scales, strict=True) for name in group}
@@ -150,7 +150,8 @@ def report_layer(
     name: str, weight: Tensor, packed: PackedWeight, fmt: Format, second_moment: Tensor | None = None
 ) -> LayerReport:
     """Return a report on the errors of a 4-bit weight relative to the dense weight [N, K]. With ``second_moment``, the
-    mean [K, K] of x x^T over the calibration data's inputs x of the layer, it includes the layer's output error."""
+    mean [K, K] of x x^T over the calibration data's inputs x of the layer, the report includes the relative error of
+    the layer's outputs."""
     weight = weight.float()
     rounded = fmt.dequantize(packed, torch.float32)
     error, norm, largest = rounded - weight, weight.norm().item(), weight.abs().max().item()

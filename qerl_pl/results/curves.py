@@ -38,9 +38,9 @@ class Curve(NamedTuple):
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read all scalars of a run from its TensorBoard event files; returns a curve for each scalar's name. If a resumed
-    run logged a step a second time, the later value is taken. Parts of a damaged event file that cannot be read are
-    skipped, with a warning on stderr.
+    """Read all scalars of a run from its TensorBoard event files; returns, for each scalar's name, its values with the
+    steps at which they were logged. If a resumed run logged a scalar a second time at the same step, the later value is
+    taken. Parts of a damaged event file that cannot be read are skipped, with a warning on stderr.
 
     Raises:
         ValueError: there is no event file, or none with a readable scalar.
@@ -79,8 +79,7 @@ def read_scalars(path: Path) -> tuple[list[Scalar], int]:
     """Read the scalars of a TensorBoard event file in the order in which they were written. Records with a wrong
     checksum are skipped.
 
-    Returns:
-        The scalars, and the number of bytes that could not be read, with those of skipped records.
+    Returns: The scalars, and the number of bytes that could not be read, including those of skipped records.
     """
     data, scalars = path.read_bytes(), []
     place = lost = 0
@@ -110,9 +109,9 @@ def _scalars(event: Event) -> list[Scalar]:
 
 
 def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
-    """Compute the numbers of a run's row in tables, by name, from its curves: accuracy, reward, entropy, speed, and the
-    difference between the log-probabilities of sampler and trainer. A number whose scalars the run did not log is left
-    out."""
+    """Compute the numbers that reports and model cards show for a run, by name, from the curves of its logged scalars:
+    accuracy, reward, entropy, speed, and the difference between the log-probabilities of sampler and trainer. A number
+    whose scalars the run did not log is left out."""
     summary: dict[str, float] = {}
     for name, tag, window in (
         ("accuracy (held out)", "val/accuracy", 1),

@@ -181,8 +181,9 @@ class ModuleSettings:
 
     @property
     def teacher_memory(self) -> TeacherMemory | None:
-        """Properties of the teacher that the memory plan needs: the sizes of its layers, whether its weights stay in
-        GPU memory, and whether its hidden states of a rollout are kept; None without a teacher."""
+        """Properties of the teacher that the memory plan needs: the sizes of its layers, where its weights are while it
+        computes nothing, and whether its hidden states are kept during the updates of a rollout; None if the run has no
+        teacher."""
         if self.teacher is None or self.objective.teacher is None or self.teacher_folder is None:
             return None
         shape = checkpoint_shape(self.teacher_folder, self.compute_dtype)
@@ -286,8 +287,8 @@ def check_run_length(
     batch_size: int,
     objective: Objective,
 ) -> None:
-    """Check the length of a run against the number of optimizer steps per rollout. Arguments are the settings of the
-    same names; ``max_steps`` is -1 if it is not set.
+    """Check the length of a run against the number of optimizer steps per rollout. Each argument is the value of the
+    setting that has its name; ``max_steps`` is -1 if it is not set.
 
     Raises:
         ValueError: the run does not end with a complete rollout, the prompts of a rollout cannot be divided equally

@@ -29,9 +29,10 @@ def run_memory(
 ) -> RunMemory:
     """Collect the settings that decide how much memory a run needs on each of its GPUs.
 
-    Arguments are the settings of the same names in ``settings.model.ModuleSettings``, except the following.
-    ``num_prompts`` is the number of prompts per rollout over all ranks, ``optimizer`` is the name of the optimizer's
-    class, and ``engine`` is the rollout engine, which need not have started.
+    Arguments with the names of settings in ``settings.model.ModuleSettings`` have their values, except that
+    ``optimizer`` is the name of the optimizer's class, ``teacher`` describes the teacher's memory, and ``engine`` is
+    the rollout engine, which need not have started. ``num_prompts`` is the number of prompts per rollout, or per batch
+    of an evaluation, over all ``num_ranks`` ranks; ``evaluation`` has the sampling settings of evaluations.
     """
     rank, _, targets, _ = lora.filled_in()
     return RunMemory(
