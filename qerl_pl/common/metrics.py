@@ -104,8 +104,8 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of a ``with`` block to the seconds of the phase ``name``. It includes the time until the GPU
-        kernels that the block started have ended."""
+        """Add the duration of a ``with`` block to ``seconds[name]``, the time that the phase with this name has taken.
+        It includes the time until the GPU kernels that the block started have ended."""
         start = _now()
         try:
             yield

@@ -40,9 +40,9 @@ def no_tensor_scale(amax: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Format:
     """Description of a 4-bit weight format: the values of the 16 codes, the number of weights that share a block scale,
-    and the functions that round weights to it. These functions take and return block scales as the bits of the scales,
-    in integers of ``scale_dtype``; weights are fp32, and so is the effective scale of a block, the factor of its values
-    that follows from block scale and tensor scale."""
+    and the functions that round weights to it. These functions take and return block scales as bits, in integers of
+    ``scale_dtype``. Weights are fp32, and so is a block's effective scale, which follows from block scale and tensor
+    scale and multiplies the values of the block's codes."""
 
     name: str
     block: int

@@ -56,9 +56,9 @@ def quantize_checkpoint(
     """Write a copy of the dense checkpoint in the folder ``model`` (bf16, fp16 or fp32) whose linear layers have 4-bit
     weights; return one error report per quantised layer.
 
-    ``load_base`` can load the copy, and so can transformers and, except for NF4, vLLM, both unmodified. The device holds
-    one decoder block and, with calibration data, second moments of the inputs of its layers. Host memory holds one
-    block, or the embeddings if they are larger, and the hidden states of the calibration data.
+    ``load_base`` can load the copy, and so can transformers and, except for NF4, vLLM. The device holds one decoder
+    block and, with calibration data, second moments of the inputs of its layers. Host memory holds one block, or the
+    embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
         output: folder to create; it must be new or empty. The files that an interrupted call with the same settings
@@ -131,9 +131,9 @@ def pack_file(
     approximates their quantisation errors, all on the CPU.
 
     A file holds one decoder block, or the weights outside of blocks. ``groups`` are the linear layers of the whole
-    model that are to be quantised; those of a group share one tensor scale. ``stream`` has the calibration data at the
-    input of the file's decoder block, or is None. ``rank``, which needs ``stream``, is the rank of the adapter; with
-    it, layers that stay dense get an adapter whose product is 0.
+    model that are to be quantised; those of a group share one tensor scale. ``stream`` has the hidden states of the
+    calibration data at the input of the file's decoder block, or is None. ``rank``, which needs ``stream``, is the rank
+    of the adapter; with it, layers that stay dense get an adapter whose product is 0.
     """
     fmt, moments, adapter = writer.fmt, {}, {}
     in_file = file.groups(groups)

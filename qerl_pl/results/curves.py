@@ -79,7 +79,8 @@ def read_scalars(path: Path) -> tuple[list[Scalar], int]:
     """Read the scalars of a TensorBoard event file in the order in which they were written. Records with a wrong
     checksum are skipped.
 
-    Returns: The scalars, and the number of bytes that could not be read, including those of skipped records.
+    Returns:
+        The scalars, and the number of bytes that could not be read, including those of skipped records.
     """
     data, scalars = path.read_bytes(), []
     place = lost = 0

@@ -27,7 +27,7 @@ def run_memory(
     num_ranks: int = 1,
     teacher: TeacherMemory | None = None,
 ) -> RunMemory:
-    """Collect the settings that decide how much memory a run needs on each of its GPUs.
+    """Return the settings that decide how much memory a run needs on each of its GPUs.
 
     Arguments with the names of settings in ``settings.model.ModuleSettings`` have their values, except that
     ``optimizer`` is the name of the optimizer's class, ``teacher`` describes the teacher's memory, and ``engine`` is

@@ -25,7 +25,7 @@ class TeacherSettings:
             ``base: models/qwen2.5-32b``), which ``python -m qerl_pl quantize`` has written; null: load ``base`` itself.
         quantize: quantise a dense teacher at the first start and keep the result in a cache: nvfp4, mxfp4 or nf4, or a
             mapping of the quantiser's settings; null: do not quantise.
-        keep: where the teacher's weights are while the teacher computes nothing: on the "gpu", or in "host" memory, from
+        keep: where the teacher's weights are while it computes nothing: on the "gpu", or in "host" memory, from
             which they are copied once per rollout; "auto": on the GPU if the run then still fits into its memory, else
             in host memory.
     """
