@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 class Prompt(NamedTuple):
     """Prompt as tokens, made from a problem, with the problem's answer. The class is a NamedTuple because Lightning
-    refuses frozen dataclasses when it moves a batch to the device."""
+    refuses frozen dataclasses when it moves a batch of prompts to the device."""
 
     tokens: tuple[int, ...]
     """Tokens of the whole chat prompt, including the generation prompt."""

@@ -247,8 +247,9 @@ def mixtures(model: nn.Module) -> list[Mixture]:
 
 def use_replay(model: Any) -> None:
     """Make a model's decoder blocks accept the keyword argument ``replay``, a ``Replay`` with the experts to use for
-    each token; without it, the routers choose. The argument is given to the block and not to the mixture-of-experts
-    layer inside, so that gradient checkpointing passes it to the block's recomputation too."""
+    each token in each of the model's mixture-of-experts layers; without it, the routers choose. The argument is given
+    to the block and not to the mixture-of-experts layer inside, so that gradient checkpointing passes it to the block's
+    recomputation too."""
     found = [(block, mixture) for block in model.model.layers for mixture in mixtures(block)]
 
     def hand_over(mixture: Mixture, number: int, block: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
