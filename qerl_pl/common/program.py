@@ -61,8 +61,9 @@ def end_at_once() -> None:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Let a signal that ``end_by_signals`` handles end the process at once inside the context. Imports need this,
-    because packages print a traceback of KeyboardInterrupt, ignore it, or raise another error instead."""
+    """Let Ctrl-C and SIGTERM end the process at once inside the context, instead of raising the exceptions of
+    ``end_by_signals``. Imports need this, because packages that are being imported print a traceback of such an
+    exception, ignore it, or raise another error instead."""
     before, _Ending.at_once = _Ending.at_once, True
     try:
         yield

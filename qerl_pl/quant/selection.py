@@ -139,8 +139,8 @@ def fused_with(linear: str, present: Collection[str] | None = None) -> list[str]
 def fused_groups(linears: Sequence[str], present: Collection[str] | None = None) -> dict[str, list[str]]:
     """Group the linear layers to quantise, ``linears``, so that a group has the layers that inference engines fuse into
     one matrix, such as q, k and v. Returns, by the name of each group's first layer, the names of all its layers.
-    ``present`` are all layers that the model has; None: the model lacks none. Raises ValueError if only some layers of
-    a group are in ``linears``."""
+    ``present`` are the names of all layers of the model, because some models lack layers of a group; None: this model
+    lacks none. Raises ValueError if ``linears`` has some, but not all, of the layers of a group that the model has."""
     groups: dict[str, list[str]] = {}
     known = set(linears)
     for name in linears:

@@ -27,11 +27,12 @@ class NumericAnswer:
 
     Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
     unless the known answer has a unit or currency: other units of its dimension are then converted to it, an answer
-    without a unit is taken to be in it, and answers in units of other dimensions or in other currencies are wrong,
-    unless both units may be variables, as in ``5 m`` and ``5 s``. A missing or added percent sign does not matter if
-    the known number is at least 1. A marked text with other words or numbers, such as "at least 5", is no answer. Text
-    that a model writes after the end of its turn, such as a further question, is not read. A row gets no score if its
-    known answer is neither a number nor a GSM8K solution that ends in ``#### 72``.
+    without a unit is taken to be in it, and answers in units of other dimensions or in other currencies are wrong.
+    Units that may also be names of variables, as in ``5 m`` and ``5 s``, are ignored if their dimensions differ. A
+    missing or added percent sign does not matter if the known number is at least 1. A marked text with other words or
+    numbers, such as "at least 5", is no answer. Text that a model writes after the end of its turn, such as a further
+    question, is not read. A row gets no reward (None, so it does not count) if its known answer is neither a number nor
+    a GSM8K solution that ends in ``#### 72``.
 
     Args:
         marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of

@@ -138,10 +138,11 @@ class TransformersEngine:
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Call ``Policy.sampled_as`` on the trainer's model with this engine's adapter and noise on norm weights:
-        compute the log-probabilities of the ``sampled`` tokens (a mask) under the policy and under other ways of
-        sampling, and their distances (``policy.margins``) from the tokens that the sampler's noise, computed from
-        ``seeds``, selects."""
+        """Call ``Policy.sampled_as`` on the trainer's model while it has this engine's adapter and its noise on norm
+        weights. For each token that the mask ``sampled`` selects, the result has its log-probability under the policy
+        and under other ways of sampling, such as another temperature; and its margin (``policy.margins``): vLLM samples
+        the token with the largest sum of logit and Gumbel noise, which is computed again from ``seeds``, and the margin
+        is how far the token's sum is below the largest."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             how = {"temperature": temperature, "routes": routes, "seeds": seeds}
