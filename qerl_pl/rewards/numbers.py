@@ -176,7 +176,7 @@ def leading_number(text: str) -> Number | None:
 def last_number(text: str) -> Number | None:
     """Read the last number of a text, from the last line that has a number and is no remark ("Check: ..."). None if
     there is no number, or if words such as "at least" make the number a bound. Numbers in parentheses count only if the
-    line has no others, and numbers in bold take precedence."""
+    line has no others, and a number in bold is preferred to others of its line."""
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
         line = line[-MAX_ANSWER:]

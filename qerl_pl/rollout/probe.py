@@ -60,15 +60,15 @@ def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Te
 def find_strength(
     oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
 ) -> float | None:
-    """Find a strength at which probe adapters (``probe_adapter``) change log-probabilities far more than rounding
-    errors of ``dtype`` do. Returns None if there is none.
+    """Find a scale ("strength") of random LoRA adapters (``probe_adapter``) at which they change log-probabilities far
+    more than rounding errors of ``dtype`` do. Returns None if there is none.
 
     Log-probabilities are those of the last ``TOKENS`` tokens of the text ``tokens``, which should be like that of the
-    run. They are computed by ``oracle``, an engine with the trainer's model, which still has a probe adapter
-    afterwards. Strengths are tried from the strongest on, each with ``SEEDS`` adapters; a strength is left out if one
-    of its adapters causes a mean change above ``MOST_CHANGE`` nats. For each adapter, the ratio of rounding errors to
-    the change that it causes is computed; ``best_strength`` then chooses a strength by the largest ratio of its
-    adapters.
+    run. They are computed by ``oracle``, an engine that uses the trainer's model. It keeps the last probe adapter; the
+    caller has to load its own adapter again. Strengths are tried from the strongest on, each with ``SEEDS`` adapters; a
+    strength is left out if one of its adapters causes a mean change above ``MOST_CHANGE`` nats. For each adapter, the
+    ratio of rounding errors to the change that it causes is computed; ``best_strength`` then rates each strength by the
+    largest ratio of its adapters, and prefers small ones.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
