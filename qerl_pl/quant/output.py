@@ -1,5 +1,5 @@
-"""Write a checkpoint folder file by file. The folder gets its final name only when it is complete, and an interrupted
-run can be continued."""
+"""Write a checkpoint folder file by file. The folder gets its final name only when it is complete. If
+writing was interrupted, a new call with the same settings keeps the complete files and writes the others."""
 
 import json
 import os
