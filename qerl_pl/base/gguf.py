@@ -71,9 +71,12 @@ def gguf_folder(file: str | Path) -> Path:
     template; create the folder if it does not exist. Logs the bits per weight of the file."""
     path = Path(file)
     _check(path)
-    with phase(f"dequantising {path.name}"):
-        how = {"from": "gguf", "version": VERSION}
-        folder = made_once(path, path.stem, how, lambda output: _dequantize(path, output))
+
+    def make(output: Path) -> None:
+        with phase(f"dequantising {path.name}"):
+            _dequantize(path, output)
+
+    folder = made_once(path, path.stem, {"from": "gguf", "version": VERSION}, make)
     _say_once(f"{path} is read from {folder}: {described(folder)}")
     return folder
 
