@@ -293,13 +293,13 @@ def _native_part(packed: Mapping[str, FrozenLinear]) -> tuple[int, tuple[str, ..
     """Compute ``ModelShape.fitting_bytes`` and ``ModelShape.unfit`` of an NVFP4 model's 4-bit linear layers."""
     linears = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     experts = [packed[name] for name in packed.keys() - linears.keys()] if native.is_installed() else []
-    fitting, unfit = sum(linear.codes.nbytes + linear.block_scale.nbytes for linear in experts), {}
+    fitting, unfit = experts, {}
     for names in fused_groups(list(linears), present=linears.keys()).values():
         group = [linears[name] for name in names]
         if native.fits([(linear.out_features, linear.in_features) for linear in group]):
-            fitting += sum(linear.codes.nbytes + linear.block_scale.nbytes for linear in group)
+            fitting += group
         else:
             fused = "+".join(name.rpartition(".")[2] for name in names)
             sizes = f"{sum(linear.out_features for linear in group)} x {group[0].in_features}"
             unfit[f"{fused} ({sizes})"] = None
-    return fitting, tuple(unfit)
+    return sum(linear.codes.nbytes + linear.block_scale.nbytes for linear in fitting), tuple(unfit)
