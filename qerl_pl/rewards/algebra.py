@@ -250,7 +250,7 @@ def _is_huge(text: str) -> bool:
         bits = 0 if base < 2 else base.bit_length() * (base if power["factorial"] else exponent)
         if bits > MAX_PARSED_BITS:
             return True
-        value = math.factorial(base) if power["factorial"] and bits < 128 else base**exponent if bits < 128 else 2**128
+        value = 2**128 if bits >= 128 else math.factorial(base) if power["factorial"] else base**exponent
         text = f"{text[: power.start()]}({value}){text[power.end() :]}"
     return False
 
