@@ -20,6 +20,7 @@ import torch
 from hypothesis import settings
 from jsonargparse import _postponed_annotations, _typehints
 
+from qerl_pl.common import phases
 from qerl_pl.common.phases import _Silence
 from tests.program import fork_server
 
@@ -83,6 +84,13 @@ def _no_phases_before() -> None:
     earlier test's output would count, and a command would print this as soon as it starts.
     """
     _Silence.ended = -math.inf
+
+
+@pytest.fixture
+def phases_shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the program print what it is doing without waiting some seconds."""
+    for name in ("FIRST_S", "LINE_S"):
+        monkeypatch.setattr(phases, name, 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ from qerl_pl.__main__ import main as command
 from qerl_pl.base.folder import base_folder, check_base
 from qerl_pl.base.gguf import described, gguf_folder, is_gguf
 from qerl_pl.base.prepared import prepared_base
-from qerl_pl.common import phases
 from qerl_pl.memory.shape import planned_shape
 from qerl_pl.model.quantization import Quantization
 from tests.quant.conftest import make_checkpoint
@@ -113,9 +112,7 @@ def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(mo
     assert folder.stat().st_mtime_ns == written
 
 
-def test_dequantising_is_shown_while_it_lasts(model, tmp_path, monkeypatch, capsys):
-    for name in ("FIRST_S", "LINE_S"):
-        monkeypatch.setattr(phases, name, 0.05)
+def test_dequantising_is_shown_while_it_lasts(model, tmp_path, phases_shown_at_once, capsys):
     gguf_folder(write_gguf(model, tmp_path / "small.gguf"))
     assert "dequantising small.gguf ..." in capsys.readouterr().err
 

@@ -21,7 +21,6 @@ from datamodules.decontaminate import hold_out, without_shared
 from datamodules.messages import chat_of, chat_text, find_special_tokens
 from datamodules.prompts import PromptDataModule, check_lengths
 from datamodules.table import Table
-from qerl_pl.common import phases
 from qerl_pl.common.types import Problem, Prompt
 from qerl_pl.tools.tiny import make_tokenizer
 
@@ -60,9 +59,7 @@ def module(tokenizer: str, train: list[Problem], validation: list[Problem], **se
     return data
 
 
-def test_reading_problems_is_shown_while_it_lasts(tokenizer_path, monkeypatch, capsys):
-    for name in ("FIRST_S", "LINE_S"):
-        monkeypatch.setattr(phases, name, 0.0)
+def test_reading_problems_is_shown_while_it_lasts(tokenizer_path, phases_shown_at_once, capsys):
     module(tokenizer_path, problems(2), HELD)
     assert "reading problems and making prompts ..." in capsys.readouterr().err
 

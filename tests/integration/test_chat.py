@@ -8,16 +8,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.common import phases
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.tools.chat import answer, load_run, printable
 
 
 @pytest.mark.slow
-def test_answers_are_the_engines_greedy_completions_with_and_without_the_adapter(finished, monkeypatch, capsys):
-    for name in ("FIRST_S", "LINE_S"):
-        monkeypatch.setattr(phases, name, 0.0)
+def test_answers_are_the_engines_greedy_completions_with_and_without_the_adapter(
+    finished, phases_shown_at_once, capsys
+):
     policy, _ = load_run(finished)
     assert "loading the run's policy ..." in capsys.readouterr().err
     learnt = policy.adapter_state()

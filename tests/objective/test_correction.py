@@ -143,8 +143,8 @@ def test_mismatch_equals_the_loops(case):
     found = mismatch(values[mask])
     if mask.any():
         expected = reference.mismatch(values[mask].tolist())
-        values = {name: float(value) for name, value in found._asdict().items()}
-        assert values == pytest.approx(expected, rel=1e-12, abs=1e-15)
+        computed = {name: float(value) for name, value in found._asdict().items()}
+        assert computed == pytest.approx(expected, rel=1e-12, abs=1e-15)
     else:
         assert found.count == 0
         assert all(value.isnan() for value in found[1:])
