@@ -58,10 +58,17 @@ def test_the_command_that_a_missing_package_names_is_of_an_extra():
     declared_there = {requirement for name, listed in extras.items() if name != "dev" for requirement in listed}
     assert set(EXTRAS.values()) <= declared_there
     assert OPTIONAL - {"cuda"} <= set(EXTRAS)
-    assert not_installed("bitsandbytes.optim") == (
+    assert not_installed("bitsandbytes") == (
         "bitsandbytes is not installed; install it: pip install 'bitsandbytes>=0.50'"
     )
     assert not_installed("torch") is None
+
+
+def test_an_optional_package_that_lacks_a_module_is_not_called_missing():
+    assert not_installed("vllm.versions") == (
+        "vllm is installed, but has no module vllm.versions; correct the name or install vllm again: "
+        f"pip install --force-reinstall --no-deps '{requirement('vllm')}'"
+    )
 
 
 def test_pip_is_asked_for_the_tested_versions_of_vllm():

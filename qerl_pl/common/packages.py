@@ -2,6 +2,7 @@
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 TESTED = {
     "torch": ("2.11", "2.13"),
@@ -52,10 +53,14 @@ that is imported."""
 
 
 def not_installed(module: str) -> str | None:
-    """Return a message that the optional package to which the module named ``module`` belongs is not installed, with
-    the command that installs this package; None if the module belongs to no optional package."""
-    requirement = EXTRAS.get(module.partition(".")[0])
+    """Return a message that the optional package to which the module named ``module`` belongs is not installed, or that
+    it lacks this module, with the command that installs it; None if the module belongs to no optional package."""
+    package = module.partition(".")[0]
+    requirement = EXTRAS.get(package)
     if requirement is None:
         return None
     name = re.split(r"[^\w-]", requirement)[0]
+    if module != package and find_spec(package):
+        how = f"pip install --force-reinstall --no-deps '{requirement}'"
+        return f"{name} is installed, but has no module {module}; correct the name or install {name} again: {how}"
     return f"{name} is not installed; install it: pip install '{requirement}'"
