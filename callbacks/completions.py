@@ -27,8 +27,8 @@ class CompletionLogger(Callback):
     replaces the files of repeated rollouts and duplicates no lines.
 
     Args:
-        every: rollouts from one whose completions are written to the next; completions of validation, test and
-            prediction are always written.
+        every: number N; the completions of rollouts 0, N, 2 N, ... are written, and those of validation, test and
+            prediction always.
         num_text: number of completions of each file that are also sent to TensorBoard (a text), Weights & Biases (a
             table) and MLflow (a file).
         tokens_every: one in this many of the written rollouts also gets a file ``train-000010.safetensors`` with values

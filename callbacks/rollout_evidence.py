@@ -152,8 +152,9 @@ class RolloutEvidence(Callback):
             rounding errors favour another policy as often as not, and other_draws that errors of logits are seldom
             above 2 nats.
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
-        max_jump: multiple of the median gap of recent rollouts above which the run stops; the first two rollouts may
-            have twice this multiple. null: no multiple stops it.
+        max_jump: multiple of the median gap of recent rollouts above which the run stops; twice this multiple in the
+            first two rollouts of a run (if ``window`` is at least 4), whose medians are mostly estimates. null: no
+            multiple stops the run.
         warn_jump: multiple of that median above which there is a warning.
         window: number of rollouts in that median.
         silent_rollouts: number of consecutive rollouts without a group whose completions earned different rewards,
@@ -375,9 +376,9 @@ class RolloutEvidence(Callback):
     def _small_chance(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> str | None:
         """Add a rollout's results to the test ``name``, and decide whether the run has to stop. ``evidence`` has one
         log-likelihood ratio in nats for each kind of fault that the test looks for, against correct sampling; they are
-        combined with those of earlier rollouts. From the result follows a bound on the probability that a correct run
-        reaches it by chance in N rollouts, divided by N. Returns a text with the bound if it is below the setting
-        ``false_alarm``, so that the caller stops the run, else None."""
+        combined with those of earlier rollouts. From the result follows a bound per rollout: the probability that a
+        correct run reaches this result within n rollouts is at most n times the bound. Returns a text with the bound if
+        the bound is below the setting ``false_alarm``, so that the caller stops the run, else None."""
         before = self._evidence.get(name, torch.full_like(evidence, -math.inf))
         self._evidence[name] = likelihood.accumulated(before, evidence)
         log_p = likelihood.log_false_alarm(self._evidence[name])
