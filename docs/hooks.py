@@ -1,7 +1,9 @@
-"""MkDocs hooks that build the documentation site with the folders of the repository, so that relative links work.
+"""MkDocs hooks that give each page of the documentation site the path that its file has in the repository, so that
+relative links work.
 
-They add Markdown files from outside docs/, and pages made from the code: one per package, settings, commands. A link to
-a Python file or package becomes a link to its API page.
+They add Markdown files from outside docs/, and pages made from other files: an API page for each package, and one page
+each of all settings, all commands and all shipped files. A link to a Python file or package becomes a link to the API
+page of the package.
 """
 
 from __future__ import annotations

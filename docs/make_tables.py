@@ -65,8 +65,8 @@ def of_runs(path: Path) -> str:
 
 
 def of_families(notes: Path) -> str:
-    """Format one row per model family and one column per part of a run, whose cells have the devices on which that part
-    works, and the versions of vLLM."""
+    """Format a table with one row per model family and one column per part of a run; a cell has the devices on which
+    that part works. A line below the table has the versions of vLLM in these tests."""
     devices: dict[tuple[str, str], set[str]] = defaultdict(set)
     versions: dict[str, set[str]] = defaultdict(set)
     for note in map(json.loads, notes.read_text().splitlines() if notes.exists() else ()):

@@ -3,7 +3,8 @@
 The text of the page is tests/bench/pages/real_models.md. The numbers are those of docs/results: real_runs.jsonl of
 tests/bench/bench_real_runs.py, real_checks.jsonl of tests/bench/bench_real_checks.py, four_bits.jsonl of
 tests/bench/bench_four_bits.py, rollout.jsonl of tests/bench/bench_rollout.py, and trl_real.jsonl of TRL's runs. Of
-several lines with one name and shape the last one counts. A section without lines says that nothing was measured.
+several lines with equal fields ``name`` and ``shape`` the last one counts. A section without lines says that nothing
+was measured.
 """
 
 from __future__ import annotations
@@ -157,12 +158,14 @@ def curves(lines: list[Line]) -> str:
 
 
 def paired(one: list[Line], other: list[Line], kind: str, when: int) -> list[list[str]]:
-    """Compare the verdicts of runs with equal seeds: one row with the mean difference in points and two intervals.
+    """Compare the verdicts of pairs of runs with equal seeds: one row with the number of pairs, the mean difference in
+    points, and its 95 % intervals over problems and over seeds.
 
     Args:
-        one, other: runs; those whose seed the other side lacks are left out.
+        one, other: runs; a run is left out if the other side has none with the same seed and the same number of
+            rollouts before the validation.
         kind: "strict" or "lenient".
-        when: 0 for the validation before training, -1 for that after it; pairs have the same number of rollouts.
+        when: 0 for the validation before training, -1 for that after it.
     """
     first, second = (
         {
