@@ -79,8 +79,8 @@ class Adopted(NamedTuple):
 
 class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
     """Class with which vLLM computes the experts of MoE layers, from NVFP4 weights in the layout in which the trainer
-    stores them. LoRA adapters of experts are added by vLLM's kernels, or, if vLLM has one adapter slot, as
-    ``rollout.vllm.cuda`` does it."""
+    stores them. LoRA adapters of experts are added by vLLM's kernels or, if vLLM has one adapter slot, by
+    ``OneAdapterKernels``: by this project's kernels for few tokens, by vLLM's for more."""
 
     stacks: Stacks
     """The weights; ``install`` sets them. vLLM's arguments ``w1`` and ``w2`` only tell shapes."""

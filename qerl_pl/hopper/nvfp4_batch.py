@@ -143,9 +143,11 @@ def variants_for(num_tokens: int) -> list[Variant]:
 
 
 def schedules(variant: Variant, num_tokens: int, outputs: int) -> Iterator[Schedule]:
-    """Yield candidate divisions of a GEMM among thread blocks, for one kernel variant: one for each number of parts
-    into which the K inputs are split, and some without a split, whose thread blocks together occupy the GPU's SMs in
-    every wave and each compute n or n - 1 tiles of 64 outputs, where n is the most that the variant allows."""
+    """Yield candidate divisions of a GEMM among thread blocks, for one kernel variant. First, for each number of parts
+    into which the K inputs may be split (1: no split), the division into the fewest thread blocks. Then divisions
+    without a split into the most thread blocks that fit into a number of waves, on all SMs or on those that one cluster
+    of ``lora_hopper.shrink`` leaves; each of these thread blocks computes n or n - 1 tiles of 64 outputs, where n is
+    the most that the variant allows."""
     tiles, token_tiles = outputs // TILE, variant.token_tiles(num_tokens)
     fewest, most = -(-tiles // variant.tiles), tiles // (variant.tiles - 1)
     yield from (Schedule(variant, splits, fewest) for splits in costs.RESIDENT_CLUSTERS)
@@ -169,8 +171,8 @@ def _waves(schedule: Schedule, num_tokens: int) -> int:
 def _tiles_in_turn(schedule: Schedule, token_tiles: int, outputs: int, sms: int) -> float:
     """Return the largest number of tiles of 64 outputs that one of ``sms`` SMs computes one after another, if an SM
     starts the next thread block when its previous one has ended. The thread blocks of ``schedule`` compute as many
-    tiles as its kernel variant allows, n, or n - 1; if n is 2, one of one tile counts as ``costs.LONE_TILE`` tiles,
-    because it takes longer than half the time of one of two."""
+    tiles as its kernel variant allows, n, or n - 1; if n is 2, a thread block with one tile counts as
+    ``costs.LONE_TILE`` tiles, because it takes longer than half the time of a thread block with two."""
     wide, tiles = schedule.wide(outputs), schedule.variant.tiles
     widths = [tiles] * wide + [costs.LONE_TILE if tiles == 2 else tiles - 1] * (schedule.blocks - wide)
     ends = [0.0] * sms

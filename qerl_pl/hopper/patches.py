@@ -16,7 +16,7 @@ def parallel_token_scores() -> None:
 
     Symptom: with log-probabilities on, which RL needs, sampling takes a large part of a decoding step.
     Cause: vLLM runs one Triton program per sequence, which reads the logits three times, block after block.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     from qerl_pl.hopper.sampler import sampled_scores
 
@@ -32,7 +32,7 @@ def state_at_fixed_addresses() -> None:
     Symptom: in each decoding step the host copies 16 small tables, nearly always unchanged, and kernels read them from
         host memory. Since the tables' addresses change, these kernels cannot be in a CUDA graph.
     Cause: vLLM writes each table alternately to one of two buffers in the host's memory.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     from qerl_pl.hopper.sampler import copy_if_changed
 
@@ -47,7 +47,7 @@ def graphs_with_adapter() -> None:
     Symptom: when the kernels have been compiled before, capturing graphs takes most of the engine's start, and graphs
         that no rollout uses take memory.
     Cause: vLLM captures each graph twice, with and without an adapter, whatever ``cudagraph_specialize_lora`` says.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     runner: Any = import_module("vllm.v1.worker.gpu.model_runner")
     replace_once(
@@ -64,7 +64,7 @@ def warmup_without_unused_kernels() -> None:
     Symptom: the first start on a machine spends 12 s on kernels that most runs never call: top-p, top-k, min-p,
     penalties, logit biases, bad words. A run that needs one of them compiles it in its first rollout.
     Cause: vLLM warms its sampler up with parameters that call all of its kernels.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     from vllm import SamplingParams
 
@@ -81,7 +81,7 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
 
     Symptom: with few sequences, NVFP4 decodes no faster than bf16, and equal calls may sample different tokens.
     Cause: vLLM chooses from a fixed list of its own kernel classes, and its LoRA layers add the adapter afterwards.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
 
     Args:
         kernel: creates the kernel object of one linear layer.
@@ -109,7 +109,7 @@ def packed_weights_on_host() -> Iterator[None]:
 
     Symptom: an engine that will use the trainer's copy of the base model first puts a second copy into GPU memory.
     Cause: vLLM allocates the weights of all linear layers on the GPU before it reads them from the checkpoint.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     scheme, modelopt = _nvfp4_modules()
 
@@ -130,7 +130,7 @@ def native_nvfp4_experts(install: Callable[[Any, Any], bool]) -> Iterator[None]:
     Symptom: trainer and vLLM each have a copy of the experts, which are nearly all weights of a mixture-of-experts
     model.
     Cause: vLLM allocates the experts' weights on the GPU, reads them, and rearranges them for one of its own kernels.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
 
     Args:
         install: called with vLLM's quantisation method and each MoE layer, after loading; returns False if vLLM is to
@@ -178,7 +178,7 @@ def cache_of_unchanged_blocks(
 
     Symptom: with 128 or more sequences of a small model, the CPU takes as long for a decoding step as the GPU.
     Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
 
     Args:
         manager: the ``KVCacheManager`` of one engine, whose methods ``allocate_slots`` and ``cache_blocks`` are
@@ -193,7 +193,7 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
 
     Symptom: with few sequences, the GPU waits for the host, which takes 2 to 4 ms for a decoding step.
     Cause: outside of the model's graph vLLM launches about 30 kernels per step, one after another.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
 
     Args:
         runner: the ``GPUModelRunner`` of one engine.

@@ -122,7 +122,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
     """Return, without a copy, the fused weight, in tile order (the kernels' layout), of the linear layers with the
-    weights ``views``; None unless ``views`` are, in order, all of one buffer, as ``fused`` returns them."""
+    weights ``views``; None unless ``views``, as ``fused`` returns them, are consecutive parts of one buffer and
+    together the whole buffer."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

@@ -62,10 +62,10 @@ class Gap(NamedTuple):
 
 def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = math.nan) -> Gap:
     """Compare the log-probabilities of N tokens by a rollout engine with those by the trainer, [N] each in nats;
-    returns means over tokens of the differences in nats and in multiples of the rounding errors. ``rounding`` [N] is,
-    for each token, the root mean square change of the trainer's log-probability by random rounding errors, in nats.
-    ``change`` is the mean absolute change of the trainer's log-probabilities by the probe adapter (``probe.py``), if
-    there is one."""
+    returns the means over tokens of |engine - trainer|, in nats and as a multiple of the token's rounding errors.
+    ``rounding`` [N] is, for each token, the root mean square change of the trainer's log-probability by random rounding
+    errors, in nats. ``change`` is the mean absolute change of the trainer's log-probabilities by the probe adapter
+    (``probe.py``), if there is one."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
     # At some tokens the trainer's rounding error is tiny, by chance or because the token is nearly certain, but the
     # engine's error is not. A tenth of the mean rounding error is added, so that the ratio stays small there.

@@ -67,8 +67,8 @@ def find_strength(
     run. They are computed by ``oracle``, an engine that uses the trainer's model. It keeps the last probe adapter; the
     caller has to load its own adapter again. Strengths are tried from the strongest on, each with ``SEEDS`` adapters; a
     strength is left out if one of its adapters causes a mean change above ``MOST_CHANGE`` nats. For each adapter, the
-    ratio of rounding errors to the change that it causes is computed; ``best_strength`` then rates each strength by the
-    largest ratio of its adapters, and prefers small ones.
+    ratio of rounding errors to the change that it causes is computed; the largest ratio of its adapters counts for a
+    strength, and ``best_strength`` then chooses the weakest strength of those with a small ratio.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]

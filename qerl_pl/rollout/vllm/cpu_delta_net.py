@@ -43,8 +43,9 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
     the requests' states.
 
     Args:
-        layer: vLLM's layer, whose ``kv_cache`` holds, by slot, the last inputs of the convolution, and recurrent states
-            in memory of [slots, value heads, key width, value width], in fp32.
+        layer: vLLM's layer, whose ``kv_cache`` holds, by slot, the last inputs of the convolution, and fp32 recurrent
+            states, whose memory is used as [slots, value heads, key width, value width] although their shape has the
+            two widths exchanged.
         batch: vLLM's ``GDNAttentionMetadata``: tokens of decoding requests come first, one each, then the tokens of
             prompts.
         mixed: [T, channels], the projected queries, keys and values of T tokens.

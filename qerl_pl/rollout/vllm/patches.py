@@ -3,8 +3,8 @@ vLLM faster are in ``hopper/patches.py``.
 
 vLLM has no setting or hook for these changes, so attributes of its modules and classes are replaced in this process.
 Each function is one patch: its docstring says the symptom without it, the cause, the versions that it was written for,
-and the upstream discussion. If the attribute to replace does not exist or has another signature than expected, the
-patch raises an error that names it. ``python -m qerl_pl doctor`` prints ``PATCHES``.
+and the upstream issue or pull request. If the attribute to replace does not exist or has another signature than
+expected, the patch raises an error that names it. ``python -m qerl_pl doctor`` prints ``PATCHES``.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def adapters_in_fixed_order() -> None:
     decoding step also takes up to twice as long on CUDA, and on a CPU several times as long.
     Cause: on CUDA, vLLM's kernels add partial sums by atomics, in any order; they support many adapters at once and
     take several launches per linear layer.
-    Versions: vLLM 0.32. Upstream: none known. vLLM has no setting for its LoRA kernels; a method of its platform
+    Versions: vLLM 0.32. Upstream: no issue known. vLLM has no setting for its LoRA kernels; a method of its platform
     returns their name.
     """
     from vllm.platforms import current_platform
@@ -58,7 +58,7 @@ def delta_nets_in_fp32() -> None:
 
     Symptom: "CPU GDN attention requires BF16." with the first prompt in fp32.
     Cause: vLLM's CPU kernels for these layers exist in bf16 only.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     from qerl_pl.rollout.vllm.cpu_delta_net import with_fp32
 
@@ -72,7 +72,7 @@ def experts_in_torch() -> None:
     Symptom: "triton.language has no attribute 'float32'" when a model with experts starts with adapters, even if only
     attention has adapters.
     Cause: with adapters, vLLM takes Triton's kernels for experts without asking whether the platform supports them.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     from qerl_pl.rollout.vllm.cpu_experts import in_torch
 
@@ -88,7 +88,7 @@ def routers_in_fp32() -> None:
     Cause: vLLM rounds the router logits of Qwen3-MoE to 16 bits. For one token in 18, the last expert that is chosen
     and the first that is not then have equal logits. On a CPU, vLLM also rearranges the weights of linear layers,
     unless they have the attribute that this patch sets.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     from qerl_pl.rollout.vllm.routers import in_fp32
 
@@ -104,7 +104,7 @@ def slots_of_experts() -> None:
     the zeros with which the slots are padded.
     Cause: vLLM gives all slots the largest rank, and adapters on experts usually have a much smaller rank than those on
     attention.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     from qerl_pl.rollout.vllm.expert_slots import of_own_rank
 
@@ -120,7 +120,7 @@ def text_models_without_torchvision() -> None:
     Cause: vLLM defines the text model in one file with the vision model, which imports a function for the sizes of
     images from a module of transformers that needs torchvision; transformers has the same function in a module that
     does not need it.
-    Versions: vLLM 0.32, transformers 5.16 to 5.19. Upstream: none known.
+    Versions: vLLM 0.32, transformers 5.16 to 5.19. Upstream: no issue known.
     """
     models = "transformers.models.qwen2_vl.image_processing"
     if find_spec("torchvision") is None:
@@ -133,7 +133,7 @@ def memory_of_ended_engines(pool: Any, current_usage: Callable[[], int]) -> Iter
 
     Symptom: "CuMem allocator can only be used for one instance per process" when a process starts its second engine.
     Cause: before loading weights, vLLM refuses to start if any byte of its memory pool is in use.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
 
     Args:
         pool: vLLM's ``CuMemAllocator``.
@@ -153,7 +153,7 @@ def sleep_beside_other_processes(given_back: Callable[[], int]) -> Iterator[None
 
     Symptom: "Memory usage increased after sleeping", an AssertionError that ends the run.
     Cause: vLLM compares the free memory of the whole GPU before and after it frees its own.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
 
     Args:
         given_back: returns the bytes that vLLM's pool has given back to the GPU; vLLM then compares these instead of
@@ -176,7 +176,7 @@ def decoder_classes_apart() -> Iterator[None]:
     Symptom: once an engine of OLMo 3 has started, the trainer's model fails: "no attribute 'do_not_compile'".
     Cause: the backend decorates the decoder class for torch.compile, and the trainer's model is an instance of the same
     class.
-    Versions: vLLM 0.32. Upstream: none known.
+    Versions: vLLM 0.32. Upstream: no issue known.
     """
     base: Any = import_module("vllm.model_executor.models.transformers.base").Base
     models: Any = import_module("transformers").AutoModel._model_mapping
@@ -201,7 +201,7 @@ def kept_process_group() -> Iterator[None]:
 
     Symptom: in a run of several ranks, the first collective after an engine was closed fails.
     Cause: vLLM destroys the default process group at its end, even if it did not create it.
-    Versions: vLLM 0.32. Upstream: none known. Other groups than the default one are destroyed as before.
+    Versions: vLLM 0.32. Upstream: no issue known. Other groups than the default one are destroyed as before.
     """
     destroy = dist.destroy_process_group
     others = lambda group=None: destroy(group) if group is not None else None  # noqa: E731

@@ -101,8 +101,8 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, Tensor]:
     """Return the matrices in vLLM's adapter slots by PEFT's names, without the padding of the rank. Raises CheckFailed
-    if slots that should hold the same matrix (of a layer that has several, ``_slots``) differ, or if a flag of vLLM
-    turns the adapters of experts off."""
+    if a layer has several slots (``_slots`` says which layers have) and those that should hold the same matrix differ,
+    or if a flag of vLLM turns the adapters of experts off."""
     if off := [name for name, enabled in _flags(worker).items() if not enabled.all()]:
         raise CheckFailed(
             f"the rollout engine computes {len(off)} of the model's mixtures of experts without their adapters "
