@@ -65,9 +65,9 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or by its name on the hub. If its files have no chat template, that in the files
-    of a vision-language model's processor (``OF_PROCESSOR``) is used or, if there is none, those in the folder
-    ``chat_templates``."""
+    """Load a tokenizer from a folder or by its name on the hub. If its files have no chat template, the tokenizer gets
+    that in the files of a vision-language model's processor (``OF_PROCESSOR``) or, if there is none either, all those
+    in the subfolder ``chat_templates`` of the tokenizer's folder, by name."""
     # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon, because its client would
     # otherwise retry for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())

@@ -1,10 +1,11 @@
 """RMS norms with fp32 weights and 16-bit activations, so that noise on the weights is not rounded away if it is smaller
 than the spacing of 16-bit numbers.
 
-bf16 numbers near 1 are 2^-8 to 2^-7 apart, so rounding the sum of weight and noise to bf16 would leave a tenth or less
-of noise with standard deviation 5e-4 (arXiv 2510.11696). These norms round the normalised input to the activations'
-dtype, multiply it by the weight in fp32 and round the product. The product of two bf16 numbers is exact in fp32, so a
-bf16 weight that is stored in fp32 gives the same bits as the bf16 weight does in transformers' norms.
+bf16 numbers are 2^-8 apart just below 1 and 2^-7 just above. So if noise with standard deviation 5e-4 (arXiv
+2510.11696) were added to a bf16 weight and the sum rounded to bf16, about one in 10,000 weights just below 1 would
+change, and none above 1. These norms round the normalised input to the activations' dtype, multiply it by the weight in
+fp32 and round the product. The product of two bf16 numbers is exact in fp32, so a bf16 weight that is stored in fp32
+gives the same bits as the bf16 weight does in transformers' norms.
 
 H is the hidden size.
 """

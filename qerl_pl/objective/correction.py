@@ -196,10 +196,10 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(log_ratio: Tensor) -> Mismatch:
-    """Compute estimates of KL(sampler || trainer), and the mean, 99th percentile and maximum of the size, of
-    ``log_ratio`` [N], log(trainer / sampler) in nats at the N sampled tokens of all ranks (see ``Mismatch``). The
-    caller has to gather the tokens of all ranks, because percentiles of ranks cannot be averaged. The statistics may
-    also be those of one cause of the difference, such as noise on the sampler's weights."""
+    """Compute, from ``log_ratio`` [N], log(trainer / sampler) in nats at the N sampled tokens of all ranks, estimates
+    of KL(sampler || trainer), and the mean, 99th percentile and maximum of |log_ratio| (see ``Mismatch``). The caller
+    has to gather the tokens of all ranks, because percentiles of ranks cannot be averaged. The statistics may also be
+    those of one cause of the difference, such as noise on the sampler's weights."""
     values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)

@@ -88,7 +88,8 @@ class Objective:
             the "kept" ones, whose weight is above 0, which costs a forward pass before the first update. KL and entropy
             terms are always averaged over all.
         rejection: bounds on a completion's ratio of trainer to sampler, outside of which the whole completion is left
-            out of the loss, in addition to the importance weights; null: none.
+            out of the loss, in addition to the importance weights. This ratio is the product of the tokens' ratios with
+            ``level`` "sequence", their geometric mean with "geometric". null: none.
         filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
         kl_coefficient: coefficient of the KL to the reference, which is the policy at the start of the run (the base,
             or the base with the adapter of model.lora.start); with 0, the reference is not computed.

@@ -115,9 +115,11 @@ def _of_group(
 
 
 def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator[float]:
-    """Yield, for each property, direction (low, high) and o of ``ODDS``, the log-likelihood ratio in nats that
-    ``branch_evidence`` describes, if ``token`` is a completion's next token after the prefix that ends in ``branch``.
-    ``means`` are the means of the properties over the group's earlier completions."""
+    """Yield, for each property, direction (low, high) and o of ``ODDS``, the log-likelihood ratio in nats, for a
+    completion that continues the prefix of the node ``branch`` with ``token``, of an engine that selects completions
+    with low (or high) values, and so multiplies the odds of the tokens with which these continue by o, to an engine
+    that does not select (``branch_evidence``). ``means`` are the means of the properties over the group's earlier
+    completions."""
     taken = branch.following.get(token)
     for number, mean in enumerate(means):
         for sign in (1, -1):

@@ -3,7 +3,7 @@
 Letters: T tokens, H and H' hidden sizes of student and teacher, V vocabulary, R tokens of a chunk; p is the student's
 distribution, q the teacher's, m = beta q + (1 - beta) p. The divergence is the generalised Jensen-Shannon divergence of
 GKD (arXiv 2306.13649, equation 1), with its limits at beta 0 and 1. The columns below are beta, the divergence, and its
-derivative with respect to the student's logits divided by the temperature:
+derivative with respect to z, the student's logits divided by the temperature:
 
     beta = 0       KL(q || p), forward                             p - q
     0 < beta < 1   beta KL(q || m) + (1 - beta) KL(p || m)         (1 - beta) p (log(p / m) - KL(p || m))
@@ -111,8 +111,8 @@ class _Divergence(torch.autograd.Function):
 
 def _value_and_derivative(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Compute the generalised Jensen-Shannon divergence with weight ``beta`` of student and teacher, [R] in nats, and
-    its derivative with respect to the student's logits divided by the temperature, [R, V], from the log-probabilities
-    of student and teacher, [R, V] each."""
+    its derivative with respect to z, [R, V], from the log-probabilities of student and teacher, [R, V] each; z are the
+    student's logits divided by the temperature."""
     p = log_p.exp()
     if beta == 0:
         q = log_q.exp()

@@ -42,8 +42,8 @@ class Head(NamedTuple):
 
 
 def head_of(model: Any, family: Family, temperature: float) -> Head:
-    """Return the output head of a transformers model, together with the temperature and the soft cap by which its
-    logits become the distribution that tokens are sampled from at the given sampling temperature."""
+    """Return the output head of a transformers model, with the soft cap of its logits and the number by which they are
+    divided at the sampling temperature ``temperature``: this temperature times the model's own divisor of logits."""
     divisor = 1.0 if family.logit_divisor is None else getattr(model.config, family.logit_divisor)
     cap = None if family.logit_cap is None else getattr(model.config, family.logit_cap)
     embeddings = model.get_output_embeddings()
@@ -164,10 +164,10 @@ def logit_gradient_reference(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of the loss with respect to ``logits``, not yet divided by the temperature: [R, V] in
-    ``dtype``. ``d_logprobs`` and ``d_entropy`` [R] are the gradients of the loss with respect to the log-probabilities
-    of ``targets``, one token per row, and to the entropies (None: the loss does not depend on entropies). ``entropy``
-    and ``log_partition`` [R] are results of ``statistics_reference``."""
+    """Compute the gradient of the loss, [R, V] in ``dtype``, with respect to ``logits``, the logits before they are
+    divided by the temperature. ``d_logprobs`` and ``d_entropy`` [R] are the gradients of the loss with respect to the
+    log-probabilities of ``targets``, one token per row, and to the entropies (None: the loss does not depend on
+    entropies). ``entropy`` and ``log_partition`` [R] are results of ``statistics_reference``."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)

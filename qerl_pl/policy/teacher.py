@@ -52,8 +52,9 @@ class Teacher:
             self.model.to(device=torch.device("cpu"))
 
     def head(self, temperature: float) -> Head:
-        """Return the output head, with its weight on ``device``, together with the temperature and the soft cap by
-        which its logits become the next-token distribution at the given temperature."""
+        """Return the output head, with its weight on ``device``, the soft cap of its logits, and the number by which
+        they are divided at the sampling temperature ``temperature``: this temperature times the model's own divisor of
+        logits."""
         head = head_of(self.model, self.family, temperature)
         return head._replace(weight=head.weight.to(self.device))
 

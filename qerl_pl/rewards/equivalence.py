@@ -413,8 +413,9 @@ def _last_side(sides: list[str]) -> str:
 
 
 def _other_names(gold: str, answer: str) -> bool:
-    """Tell whether two answers have different names that algebra would wrongly take for equal products: ``AB`` and
-    ``BA``, ``A1`` and ``1A``, or ``A`` and ``A^T``."""
+    """Tell whether two answers have different names that math-verify would wrongly take for equal: ``AB`` and ``BA``,
+    or ``A1`` and ``1A``, which it reads as products, and ``A``, ``A'`` and ``A^T``, of which it drops the prime and the
+    T."""
     plain = [re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)) for side in (gold, answer)]
     names = [set(re.findall(r"[A-Z][A-Z\d]+|\d[A-Z]", side)) for side in plain]
     if any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0]):

@@ -95,10 +95,12 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     values without the unit; None if the units measure different things, or if one answer has a unit (and no letter that
     may be a variable) and the other is a percentage.
 
-    If only the known answer has a unit, the completion's answer is taken to be in this unit; both are returned as they
-    are, but a known answer in several units as one value. If only the completion's answer has one and the known answer
-    is a number, the unit is dropped. All others, such as those with units that are not in the table, or with two that
-    may be variables, as in ``5 m`` and ``5 s``, are returned as they are.
+    If only the known answer has a unit, the completion's answer is taken to be in this unit, and both are returned as
+    they are, but a known answer in several units, such as ``2 hours 30 minutes``, as its value in the first of them. If
+    only the completion's answer has a unit and the known answer is a number, the unit is dropped. A value without
+    dimension, such as ``5 permille``, counts as a number without a unit. All other answers are returned as they are,
+    such as those with units that are not in the table of ``units.py``, or two whose units may both be variables, as in
+    ``5 m`` and ``5 s``.
     """
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     for one, other in ((known, answer), (given, gold)):

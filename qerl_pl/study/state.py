@@ -15,13 +15,13 @@ LOCK = ".study.lock"
 
 def seconds_done(run: Run) -> dict[str, float]:
     """Return the duration in seconds of each successful command of a run, by the command's name, added up over all its
-    starts."""
+    attempts, failed and stopped ones too."""
     return _read(run.folder).get("done", {})
 
 
 def seconds_spent(run: Run) -> dict[str, float]:
-    """Return, for each command of a run by its name, the total seconds of its starts that failed or were stopped;
-    commands that have succeeded since then are left out."""
+    """Return, for each command of a run by its name, the total duration in seconds of its attempts that failed or were
+    stopped; commands that have succeeded since then are left out."""
     return _read(run.folder).get("spent", {})
 
 

@@ -52,8 +52,8 @@ USUAL_GPUS = (24, 48, 80, 141)  # GiB
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line, predict the memory and print the result; returns 0 if the run fits on the GPU (or if only
-    the longest completions were asked for), 1 if it does not."""
+    """Parse the command line, predict the memory and print the result; returns 1 if the run does not fit on the GPU, 0
+    if it fits, and 0 with ``--longest``, which only prints how long completions may be."""
     options, of_fit = plan_options().parse_known_args(argv)
     config = read_settings([argument for path in options.config for argument in ("-c", str(path))] + of_fit)
     run = on_hopper(planned_run(config), config["model"]) if options.hopper else planned_run(config)
