@@ -6,7 +6,7 @@ fused linear layer of a transformer block is measured without an adapter, in a C
 in turn, so that no weight is in the cache. Results have the name ``batch/gemm`` for the chosen schedule and, for each
 variant of the kernel, the schedule that is predicted to be the fastest, and ``batch/dequantised`` where the weight is
 first dequantised to memory and then multiplied by cuBLAS. Each result, a JSON line, names the schedule that was
-measured and says whether the product would choose it. A model size takes about a minute.
+measured and says whether ``nvfp4_batch.choose_schedule`` chooses it. A model size takes about a minute.
 """
 
 from functools import partial
@@ -27,8 +27,8 @@ SAMPLE_S = 0.03
 
 
 def candidates(tokens: int, outputs: int, inputs: int) -> list[Schedule]:
-    """Return the schedule that the product would choose and then, for each variant of the kernel, the schedule that is
-    predicted to be the fastest."""
+    """Return the schedule that ``nvfp4_batch.choose_schedule`` chooses and then, for each variant of the kernel, the
+    schedule that is predicted to be the fastest."""
     chosen = nvfp4_batch.choose_schedule(tokens, outputs, inputs)
     assert chosen is not None, (tokens, outputs, inputs)
     best = (

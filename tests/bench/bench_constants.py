@@ -44,8 +44,8 @@ class GemmTime(Protocol):
 
 def fitted(variant: Variant, gemm_s: GemmTime, *, tiles: int | None = None) -> tuple[float, float]:
     """Fit a line over K, the number of inputs, to the seconds of one wave (as many thread blocks as the GPU runs at the
-    same time). Each thread block computes ``tiles`` tiles of 64 outputs, by default the variant's number. Returns the
-    slope, in cycles of an SM per tile and k-block (16 inputs), and the intercept in seconds."""
+    same time). Each thread block computes ``tiles`` tiles of 64 outputs, by default as many as the kernel variant
+    allows. Returns the slope, in cycles of an SM per tile and k-block (16 inputs), and the intercept in seconds."""
     schedule, tiles = Schedule(variant, 1, costs.SMS), tiles or variant.tiles
     outputs = costs.SMS * tiles * TILE
     slope, rest = linear_regression(DEPTHS, [gemm_s(schedule, variant.tokens, outputs, K) for K in DEPTHS])

@@ -7,8 +7,8 @@ of a transformer block with its adapter, in a CUDA graph that uses copies of the
 the cache. A schedule that is fastest when the layer runs alone need not be fastest between other layers, so
 ``decode/layer`` times all linear layers of a block as ``bench_layer`` does: with the chosen schedules, and with each of
 the fastest schedules of one linear layer instead of the chosen one. Each result, a JSON line, names the schedule that
-was measured and says whether the product would choose it. A model size takes about a minute; ``decode/layer`` needs
-vLLM.
+was measured and says whether ``nvfp4_decode.choose_schedule`` chooses it. A model size takes about a minute;
+``decode/layer`` needs vLLM.
 """
 
 import importlib.util
@@ -55,8 +55,8 @@ def schedules(size: int, outputs: int, inputs: int) -> Iterator[Schedule]:
 
 
 def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
-    """Time one fused linear layer and its adapter with every schedule. Prints the times of the schedule that the
-    product would choose and of the fastest ones, and returns the latter."""
+    """Time one fused linear layer and its adapter with every schedule. Prints the times of the schedule that
+    ``nvfp4_decode.choose_schedule`` chooses and of the fastest schedules, and returns the fastest schedules."""
     widths, inputs = fused_shape(size, name)
     outputs = sum(widths)
     chosen = nvfp4_decode.choose_schedule(tokens, outputs, inputs)
@@ -87,8 +87,8 @@ def alone(size: str, name: str, tokens: int, repeats: int) -> list[Schedule]:
 
 
 def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule]]) -> None:
-    """Time all linear layers of a block with the schedules that the product would choose. Then repeat this for each
-    schedule in ``fastest``, used in one linear layer in place of the chosen one."""
+    """Time all linear layers of a block with the schedules that ``nvfp4_decode.choose_schedule`` chooses. Then repeat
+    this for each schedule in ``fastest``, used in one linear layer in place of the chosen one."""
     bench_layer: Any = import_module("tests.bench.bench_layer")  # with Triton's kernels, which a CPU interprets
     layers = bench_layer.in_turn([bench_layer.random_layer(size) for _ in range(LAYERS)])
     x = torch.randn(tokens, linear_shapes(size)["q_proj"][1], device="cuda").bfloat16()

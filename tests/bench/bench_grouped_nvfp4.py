@@ -3,9 +3,9 @@
 Gate and up, the activation, down and the sum over each token's experts are computed for several blocks one after
 another in a CUDA graph, so that the weights come from memory and not from the L2 cache. Results named ``ours`` are of
 ``qerl_pl/hopper/grouped_nvfp4.py``, which reads the weights in the trainer's order, and ``marlin`` of vLLM's kernels,
-which read an order of their own. The times are those of one block. ``roof_s`` is the time in which a copy reads and
-writes as many bytes as the weights of the experts that have rows. ``--sweep 1`` also measures other tiles. Without a
-GPU, a small mixture is computed in Triton's interpreter, and its times mean nothing.
+which read an order of their own. The times are those of one block. ``roof_s`` is the time in which a copy moves as many
+bytes, read and written bytes added up, as the weights of the experts that have rows take. ``--sweep 1`` also measures
+other tiles. Without a GPU, a small mixture is computed in Triton's interpreter, and its times mean nothing.
 """
 
 import os

@@ -51,8 +51,8 @@ def random_layer(size: str) -> dict[str, Linear]:
 
 
 def in_turn(layers: Sequence[dict[str, Linear]]) -> list[dict[str, Linear]]:
-    """Give each linear layer the weight of the linear layer that is computed next, so that its kernel can fetch this
-    weight to the L2 cache. Returns the layers with these weights."""
+    """Return copies of the layers in which each linear layer also has the weight of the linear layer that is computed
+    next (None for the last), so that its kernel can fetch this weight to the L2 cache."""
     weights = iter([linear.operands[0] for layer in layers for linear in layer.values()][1:])
 
     def told(linear: Linear) -> Linear:

@@ -15,7 +15,7 @@ For each finished run whose lines the file ``--output`` does not have yet, JSON 
 the message of a check that stopped the run (null: none did), warnings, seconds and memory. ``real_completions/MODEL``,
 only for runs of the first seed, has completions of the same test problems before and after training. ``--partial`` also
 writes the lines of runs that have not finished. ``--read`` trains nothing and only writes lines, e.g. after a machine
-was lost. Of several lines with the same name and shape the last one counts.
+was lost. Of several lines with equal fields ``name`` and ``shape`` (settings of the run) the last one counts.
 """
 
 import argparse
@@ -215,7 +215,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
 
 
 def last_line(output: Path | None, name: str, shape: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the last line of a file with this name and shape."""
+    """Return the last line of a file whose fields ``name`` and ``shape`` have these values; None if there is none."""
     return next((line for line in reversed(kept(output)) if (line["name"], line["shape"]) == (name, shape)), None)
 
 

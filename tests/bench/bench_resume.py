@@ -74,10 +74,11 @@ class KillsItself(Callback):
 
 
 def start(args: argparse.Namespace, base: str, folder: Path, kill: Kill | None = None) -> None:
-    """Start a run, or continue it from its last checkpoint, and wait for its end.
+    """Start a run, or continue it from its last checkpoint, and wait for its end. With ``kill``, the run kills itself
+    at this point.
 
     Raises:
-        SystemExit: the run with ``kill`` was not killed, or the run without it failed.
+        SystemExit: with ``kill``, the run ended in another way; without ``kill``, it failed.
     """
     settings: dict[str, Any] = bench_grpo.settings(args, base, folder) | {"ckpt_path": "last"}
     settings["model"]["engine"]["init_args"]["decoding_kernel"] = "auto"

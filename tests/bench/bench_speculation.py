@@ -5,7 +5,8 @@ and values of n sequences. ``speculation/step`` is the time of a decoding step o
 given number of tokens of context. The difference between two contexts is the time of reading keys and values. The cost
 of verification is therefore the time of a step with M = n (1 + k) sequences, less their reading of keys and values,
 plus that of n sequences. ``speculation/cost`` has this cost divided by the time of a step of n sequences, next to the
-same quotient in the table ``VERIFICATION`` of `qerl_pl/hopper/costs.py`, by which the product decides.
+same quotient in the table ``VERIFICATION`` of `qerl_pl/hopper/costs.py`, by which ``qerl_pl/hopper/draft_guard.py``
+decides whether drafts save time.
 
 ``speculation/logprobs`` is how much rounding changes the log-probabilities of 8 sequences if more sequences decode in
 the same steps, as happens with the rows of drafts. Prompts, seeds and the pass over the prompts are the same; each
@@ -98,8 +99,10 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def costs(seconds: dict[tuple[int, int], float], shape: dict[str, object], output: Path | None) -> None:
-    """Compute and print the cost of verifying drafts. ``seconds`` has the median time of a decoding step by the numbers
-    of sequences and of tokens of context."""
+    """Compute and print the cost of verifying k drafts for each of n sequences, for the n and k in ``VERIFICATION``:
+    the time of a decoding step of n (1 + k) sequences, less that of reading keys and values for n k of them, divided by
+    the time of a step of n sequences. ``seconds`` has the median time of a step without drafts, by the numbers of
+    sequences and of tokens of context."""
     pairs = [(count, seconds[count, LONGER] - seconds[count, CONTEXT]) for count, at in seconds if at == LONGER]
     # least squares: the seconds per sequence of reading keys and values at the first context
     reading = sum(count * s for count, s in pairs) / sum(count**2 for count, _ in pairs) * CONTEXT / (LONGER - CONTEXT)

@@ -3,8 +3,8 @@
 The task is a configuration file, by default GSM8K with verl's settings. Model, prompts and their order, settings of the
 objective and of the optimizer, and the code that scores completions are those that ``train.py`` uses with this file.
 Settings that decide the speed follow TRL's guide and are part of the results; vLLM runs in TRL's process. The greedy
-accuracy on test problems is measured before, in the middle of and after training (``--at``); no other time includes
-these evaluations.
+accuracy on test problems is measured before, in the middle of and after training (``--at``); of the times in the
+results, only ``evaluating_s`` and ``sampling_s`` include these evaluations.
 
     python -m tests.bench.bench_trl_task --model models/qwen2.5-coder-1.5b --problems gsm8k_train.jsonl
 

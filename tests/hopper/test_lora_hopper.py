@@ -53,8 +53,8 @@ def adapter(widths: tuple[int, ...], inputs: int, rank: int, device: str = "cuda
 def blocks(
     num_tokens: int, a: list[Tensor], b: list[Tensor], *, spare: int = 132, seconds: float = 1.0
 ) -> Schedule | None:
-    """Return the schedule that the product chooses for the kernel of h = x A^T, or None if it leaves the adapter to
-    other kernels. ``spare`` SMs are free during the ``seconds`` until h is needed."""
+    """Return the schedule that ``lora_hopper.choose_schedule`` chooses for the kernel of h = x A^T, or None if it
+    leaves the adapter to other kernels. ``spare`` SMs are free during the ``seconds`` until h is needed."""
     return lora_hopper.choose_schedule(num_tokens, a, b, lora_hopper.SpareSMs(spare, seconds))
 
 
