@@ -167,8 +167,9 @@ def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str,
 
 
 def rollouts(lines: list[Line]) -> list[Line]:
-    """Choose the lines of two comparisons, each between engines that were measured at the same commit: bf16 with NVFP4
-    (both with an adapter), and NVFP4 with an adapter with NVFP4 without one."""
+    """Choose measurements of rollout engines for two comparisons, each between two engines that were measured at the
+    same commit: engines with an adapter on a bf16 base and on an NVFP4 base, and engines on an NVFP4 base with and
+    without an adapter."""
     pairs = [*at_one_commit(lines, "bf16", "nvfp4").values(), *at_one_commit(lines, "nvfp4", "nvfp4 alone").values()]
     return [line for pair in pairs for line in pair]
 
@@ -204,7 +205,7 @@ def rollouts_table(lines: list[Line]) -> str:
 
 def whole_steps(lines: list[Line]) -> list[Line]:
     """Choose the last run of each model and format of the base that had all memory of its GPU, sorted by the model's
-    size. Long runs and runs of a single step are left out."""
+    size. Runs of a single step and of more than 40 steps are left out."""
     runs = [
         line
         for line in _of_kind("grpo/", lines)
@@ -231,8 +232,9 @@ def times_bf16(line: Line, runs: Iterable[Line]) -> float | None:
 
 
 def recipes(lines: list[Line]) -> list[Line]:
-    """Choose the last run for each setting of a recipe (lengths, group size and updates), model and kind of policy;
-    runs with equal settings follow each other."""
+    """Choose runs of whole RL iterations with realistic lengths of completions (``recipe/``). Of several runs with the
+    same mean length, group size, number of updates, model and kind of policy, only the last is chosen. In the result,
+    runs that differ only in the kind of policy are next to each other."""
     names = "mean", "group", "updates", "model"
 
     def setting(line: Line) -> tuple[Any, ...]:
@@ -242,8 +244,9 @@ def recipes(lines: list[Line]) -> list[Line]:
 
 
 def cards(lines: list[Line]) -> list[Line]:
-    """Choose runs of GRPO steps for the table of memory: for each model, kind of policy and memory limit the last run
-    that had a memory plan or was refused for too little memory. Long runs are left out."""
+    """Choose runs of GRPO steps for the table of memory: for each model, length of completions, kind of policy and
+    memory limit the last run that had a memory plan or, if there is none, the last that was refused for too little
+    memory. Runs of more than 40 steps are left out."""
 
     def setting(line: Line) -> tuple[object, ...]:
         return _policy(line), *(line["shape"][name] for name in ("model", "completion", "cap"))

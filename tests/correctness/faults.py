@@ -1,11 +1,12 @@
 """Measure which faults of rollouts stop a run, and how many healthy runs stop: python -m tests.correctness.faults
 
 Each fault of tests/callbacks/rollout_faults.py is put into the engine of its own quickstart run when a rollout begins;
-which of the rollouts 2 to 7 this is differs among the faults. The run has to stop before the update of the first
-rollout that the fault changes. One JSON line per fault says what the run did: "stopped", "warned" (that
-log-probabilities of sampler and trainer differ) or "silent" (neither), with the rollout and the message. `--healthy N`
-makes a run of N rollouts without a fault for each of five seeds, every second run with noise on the norms, and records
-whether the run stopped or warned; these lines also have the seconds of a training step and of each check in it.
+which of the rollouts 2 to 7 this is differs among the faults. Ideally, the run stops before the update of the first
+rollout that the fault changes. One JSON line per fault has the number of this rollout as `appears`, and says what the
+run did: "stopped", "warned" (that log-probabilities of sampler and trainer differ) or "silent" (neither), with the
+rollout and the message. `--healthy N` makes a run of N rollouts without a fault for each of five seeds, every second
+run with noise on the norms, and records whether the run stopped or warned; these lines also have the seconds of a
+training step and of each check in it.
 
     python -m tests.correctness.faults > docs/results/faults.jsonl
     python -m tests.correctness.faults --healthy 100 >> docs/results/faults.jsonl
@@ -16,10 +17,10 @@ resumes from this checkpoint in the same process, with a new engine.
 
     python -m tests.correctness.faults --model FOLDER --problems gsm8k_train.jsonl --engine vllm
 
-The work can be divided among N processes: `--part 1/8` to `--part 8/8`. With `--healthy N`, each process makes one run
-of N rollouts without a fault, with a different seed; runs of even parts have noise. A fault is found if its run stops
-in the rollout `appears`, the first one that the fault changes, or in the next one. The last line of a process counts
-the faults that were found as `within_two`, and the runs that only warned as `warned`.
+`--part 1/8` to `--part 8/8` divide the faults among eight processes. With `--model`, the last line of a process counts
+its faults: as `within_two` those whose run stopped in the rollout `appears` or in the next one, and as `warned` those
+whose run only warned. With `--model` and `--healthy N`, each process makes one run of N + 1 rollouts without a fault
+instead; each part has another seed, and even parts have noise.
 """
 
 import argparse
@@ -146,8 +147,8 @@ def settings(
 def outcome(
     base: Path, *, engine: str, noise: bool, seed: int, rollouts: int, fault: str | None, at: int = AT
 ) -> dict[str, Any]:
-    """Train with configs/quickstart.yaml, with a fault from rollout ``at`` on or without one; returns what ``heard_in``
-    does."""
+    """Train with configs/quickstart.yaml, with a fault from rollout ``at`` on or without one. Returns, as ``heard_in``
+    does, whether the run stopped, warned or failed, in which rollout, and the message."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         changes = settings(base, folder, engine=engine, noise=noise, seed=seed, rollouts=rollouts, fault=fault)
@@ -233,8 +234,8 @@ class OfRealModel:
         """Checkpoint of the healthy run without noise (False) and with it (True)."""
 
     def outcome(self, fault: str, *, noise: bool) -> dict[str, Any]:
-        """Resume the healthy run with a fault; returns what ``heard_in`` does. The first call for each ``noise`` makes
-        the healthy run.
+        """Resume the healthy run with a fault. Returns, as ``heard_in`` does, whether the resumed run stopped, warned
+        or failed, in which rollout, and the message. The first call for each ``noise`` makes the healthy run.
 
         Raises:
             RuntimeError: a check stopped the healthy run, or it failed.
@@ -251,7 +252,8 @@ class OfRealModel:
             return heard_in(command, fault, at=AT + (fault == "lost update"))
 
     def without_fault(self, *, noise: bool) -> dict[str, Any]:
-        """Do a run without a fault; returns what ``heard_in`` does, together with the seconds from ``shares``."""
+        """Do a run without a fault. Returns, as ``heard_in`` does, whether it stopped, warned or failed, in which
+        rollout, and the message; and the seconds from ``shares``."""
         return heard_in(self._command(f"without-{noise}", noise), None) | shares()
 
     def _command(self, run: str, noise: bool) -> list[str]:

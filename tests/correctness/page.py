@@ -93,9 +93,9 @@ def canary_tables(results: Sequence[Line]) -> str:
 
 
 def about_faults(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
-    """Make the values that the page says about faults: which of them stopped a run or caused a warning, whether healthy
-    runs stopped or warned, and how long the checks take. ``lines`` are of runs of the quickstart, ``real`` of runs of a
-    pretrained model."""
+    """Make the values that are filled into docs/correctness.md about faults of engines: which of them stopped a run or
+    caused a warning, whether runs without a fault stopped or warned, and how long the checks take. ``lines`` are of
+    runs of the quickstart, ``real`` of runs of a pretrained model."""
     faults = [line for line in lines if not line["name"].startswith("healthy")]
     healthy = [line for line in lines if line["name"].startswith("healthy")]
     by_engine = {(line["name"], line["shape"]["engine"]): line for line in faults}
@@ -122,8 +122,9 @@ def about_faults(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
 
 
 def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
-    """Make the values that the page says about jumps in runs of pretrained policies without a fault: the largest ratios
-    of a gap to its median in recent rollouts, and the ratios that stop a run."""
+    """Make the values that are filled into docs/correctness.md about sudden increases of the difference between trainer
+    and sampler in runs of pretrained policies without a fault: for each measure of a rollout's difference, the largest
+    ratio to the median of recent rollouts, and the ratio above which a run stops."""
     of_stops = {kind: (RolloutEvidence().max_jump or math.inf) * JUMPS[kind] for kind in JUMPS}
 
     def largest(kind: str) -> str:
@@ -144,9 +145,10 @@ def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def about_other_policies(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
-    """Make the values that the page says about the test of other policies: a row per run of ``lines`` with the parts of
-    the other policies' effects in the engine's errors, and after how many rollouts the test stopped one of the runs
-    ``real``, which have no fault."""
+    """Make the values that are filled into docs/correctness.md about the test of whether an engine sampled with another
+    policy. They are a table with a row per run of ``lines``, which has the fraction of each other policy's effect on
+    log-probabilities that the engine's errors contain, and the number of rollouts after which the test stopped the only
+    run that it stopped among ``real``, runs without a fault."""
     header = ["run", "rollouts", "part: without the adapter", "part: of the rollout before", "log of the bound, least"]
     rows = []
     for line in lines:
