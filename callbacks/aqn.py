@@ -96,8 +96,8 @@ class AdaptiveQuantizationNoise(Callback):
         if realized < sigma / 2 and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"noise of sigma {sigma:.2e} on norms rounded to {kept_in} has sigma {realized:.2e} after rounding, "
-                "which loses most of it in this and later stages; noise_precision: float32 keeps it"
+                f"rounding norm weights to {kept_in} lowers the sigma of their noise from {sigma:.2e} to "
+                f"{realized:.2e}, and as much or more in later stages; noise_precision: float32 keeps it"
             )
         pl_module.log("aqn/stage", float(stage_of(index, num_rollouts=num_rollouts, num_stages=self.num_stages)))
 

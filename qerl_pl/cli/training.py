@@ -294,9 +294,9 @@ def out_of_memory(error: RuntimeError) -> str:
     file that the message names."""
     text = " ".join(str(error).split())[:600]
     return (
-        f"error: {text}. `{called_as('plan')}` predicts what a run takes if other programs leave it so much; "
-        "model.gpu_memory limits a run to what they leave. The same command with --ckpt_path last "
-        f"continues from the last checkpoint (traceback: {traceback_file(error)})"
+        f"error: {text}. `{called_as('plan')}` predicts how much memory the run needs; if other programs leave it "
+        "less, set model.gpu_memory to what they leave. The same command with --ckpt_path last continues from the last "
+        f"checkpoint (traceback: {traceback_file(error)})"
     )
 
 

@@ -60,8 +60,7 @@ class MicroBatchBudget:
             if tokens == longest:
                 raise RuntimeError(
                     f"out of memory with a single row of {longest} tokens in a pass: set model.gradient_checkpointing "
-                    "to auto or offload, lower model.sampling.max_tokens, or see what "
-                    f"`python -m qerl_pl plan` advises ({reason})"
+                    f"to auto or offload, or lower model.sampling.max_tokens ({reason})"
                 )
             self.tokens = max(tokens // 2, longest)
             warnings.warn(

@@ -190,9 +190,10 @@ def test_a_row_that_fits_nowhere_ends_the_run_with_what_to_change(policy):
         warnings.catch_warnings(record=True),
         pytest.raises(
             RuntimeError, match=r"single row of 40 tokens.*gradient_checkpointing.*Tried to allocate 1.00 GiB"
-        ),
+        ) as error,
     ):
         run_updates(policy, Objective(), tokens=200)
+    assert "plan" not in str(error.value), "cli.training.out_of_memory says it for every error of this kind"
 
 
 def test_a_budget_below_the_longest_row_gives_it_a_pass_by_itself(policy):
