@@ -188,8 +188,8 @@ def blocks_kept(
     """Return the bytes of the activations that all decoder blocks together keep for backward, at two moments: before
     backward, and during backward of the last block, after its activations have been recomputed.
 
-    The inputs from which blocks are recomputed completely are not included; ``checkpoints`` counts them. Backward of an
-    earlier block needs no more memory, because the completely recomputed blocks are the first ones.
+    The inputs of the blocks whose whole forward pass backward repeats are not included; ``checkpoints`` counts them.
+    These blocks are the first ones, so backward of a block before the last one needs at most as much memory.
     """
     options = {"targets": targets, "expert_rank": expert_rank, "fused": fused, "dropout": dropout}
     full = block_kept(shape, tokens, itemsize, rank=rank, **options)

@@ -52,8 +52,9 @@ def compiled_product(tile: Tile, slices: int, *, weighted: bool) -> Any:
 
 
 def counts(kernel: Any, tile: Tile) -> dict[str, Any]:
-    """Count a compiled product's registers, bytes of its stack and shared memory, accesses to the stack in its main
-    loop, and the loop's instructions per weight."""
+    """Count, for the compiled kernel that multiplies by NVFP4 weights, the registers of a thread, the bytes of its
+    stack and of a thread block's shared memory, the accesses to the stack in its main loop, and the loop's instructions
+    and integer operations per weight."""
     folder = Path(triton.__path__[0], "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])

@@ -26,8 +26,9 @@ needs_hopper = pytest.mark.skipif(not driver.is_available(torch.device("cuda", 0
 
 @pytest.fixture(scope="module", params=["qwen2"])
 def engine(unpadded, tmp_path_factory, request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
-    """An engine of a small Qwen2 in NVFP4, which speculates if the parameter is "speculation". If the parameter is the
-    name of another family, the engine has a model of this family in bf16."""
+    """An engine of a small Qwen2 in NVFP4. With the fixture's parameter "speculation" it samples by speculative
+    decoding, with "qwen2" without; with another name of a family it has a small model of this family in bf16, without
+    speculation."""
     base, speculation = unpadded, "off"
     if request.param == "speculation":
         speculation = "on"
@@ -82,8 +83,8 @@ def test_equal_bits_with_any_number_of_sequences(engine, copies, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["mistral", "gemma3_text", "olmo3"], indirect=True)
 def test_equal_bits_with_sliding_windows(engine):
-    """Graphs also give equal bits if attention has a sliding window: in all layers (Mistral), or in some layers (Gemma
-    3 and OLMo 3, for one of which vLLM runs the code of transformers)."""
+    """Sampling by CUDA graphs gives the same bits as without them also if attention has a sliding window: in all layers
+    (Mistral), or in some layers (Gemma 3, and OLMo 3, for which vLLM runs the code of transformers)."""
     plain, found = plain_and_by_graphs(engine, Sampling(num_completions=5, max_tokens=WINDOW + 16))
     assert found == plain
     assert graphs(engine).steps

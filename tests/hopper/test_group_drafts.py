@@ -95,8 +95,8 @@ def test_text_of_other_groups_is_not_read(kernels):
 
 
 def test_drafts_do_not_depend_on_where_rows_are(kernels):
-    """vLLM may put a request into any row of its table of requests. Here all rows change their places, but each row has
-    the same candidates in the same order as before."""
+    """vLLM may put a request into any row of its table of requests. Here all sequences move to other rows, and the
+    drafts of each are looked for in the same sequences in the same order as before. The drafts stay the same."""
     tokens, lengths, candidates = table(3, alphabet=2)
     moved = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
     back = moved.argsort()

@@ -91,8 +91,8 @@ def test_more_rows_of_an_expert_than_a_tile(kernels, experts, tile):
     ("inputs", "tile"), [(128, None), (400, (16, 64)), (160, (32, 128)), (256, (64, 128, 256, 8))], ids=str
 )
 def test_sums_that_fp32_holds_exactly_are_rounded_once(kernels, inputs, tile):
-    """Integers as inputs, and scales of 1 and 2: the results have the same bits with every tile, with and without the
-    conversion by instructions of a GPU."""
+    """Inputs are integers, block scales 1 or 2, and tensor scales powers of 2, so fp32 holds every sum exactly. With
+    every tile, the result is the exact product, rounded to the dtype of the outputs."""
     x, ids = draw_rows(9, 2, 4, inputs)
     x = (4 * x).round()
     stack = draw_weights(kernels, 4, 100, inputs)
@@ -119,8 +119,9 @@ def test_every_code_times_every_scale_is_exact(kernels):
 @pytest.mark.parametrize("tokens", [1, 5, 150])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_rows_are_found(kernels, dtype, tokens, monkeypatch):
-    """Each row of an expert that exists is in exactly one slot, that of its expert, also if thread blocks read the ids
-    in several parts."""
+    """``find_rows`` lists each row (a token with one of its experts) once, in the list of the row's expert, and leaves
+    out rows whose expert's index is out of range. This also holds if thread blocks read the experts' indices in several
+    parts."""
     monkeypatch.setattr(kernels, "SCANNED", 64)
     ids = draw_rows(tokens, 3, 20, 16)[1].to(dtype)
     ids.view(-1)[1::7] = torch.tensor([-1, 20, 1000], device=DEVICE).repeat(len(ids))[: len(ids.view(-1)[1::7])]
@@ -183,8 +184,8 @@ def test_bad_inputs_are_refused(kernels):
 @pytest.mark.parametrize("tokens", [1, 32, 256, 512])
 @pytest.mark.parametrize("part", ["gate and up", "down"])
 def test_real_shapes_captured_and_repeated(kernels, part, tokens):
-    """The sizes are those of Qwen3-30B-A3B. A CUDA graph gives the same bits in each replay, with the experts and the
-    inputs of that time."""
+    """The sizes are those of Qwen3-30B-A3B. A CUDA graph gives the same bits in each replay. A replay after the inputs
+    and the tokens' experts were changed in place computes with the new ones."""
     gated = part == "gate and up"
     outputs, inputs = (768, 2048) if gated else (2048, 768)
     x, ids = draw_rows(tokens if gated else 8 * tokens, 8, 128, inputs)
@@ -214,9 +215,9 @@ def test_real_shapes_captured_and_repeated(kernels, part, tokens):
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_code_for_hopper_keeps_its_loop_short():
-    """A thread's instructions per weight, registers and memory stay where reading the weights takes longer than
-    unpacking them, and four thread blocks fit on an SM. The loop does not use the stack, on which other parts of the
-    kernel keep a few registers."""
+    """The loop has so few instructions per weight that reading the weights takes longer than unpacking them, and a
+    thread block takes so few registers and so little shared memory that four of them fit on an SM. The loop does not
+    use the stack, on which other parts of the kernel keep a few registers."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.hopper.compiled_nvfp4", "--tokens", "128"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)

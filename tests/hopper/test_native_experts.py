@@ -1,5 +1,6 @@
-"""Experts of mixtures in vLLM that read the trainer's NVFP4 weights: they equal a loop over tokens, and notice weights
-that change. Kernels run on the GPU if there is one, else in Triton's interpreter."""
+"""Tests of MoE layers in vLLM that read the trainer's NVFP4 weights: their outputs equal those of a loop over tokens,
+and their check finds weights that have changed. Kernels run on the GPU if there is one, else in Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -86,8 +87,8 @@ def test_weights_that_change_are_noticed(kernels, parts, number, kind):
 
 
 class Adapters:
-    """Stand-in for vLLM's object that adds adapters: it adds 1 to the outputs of gate and up, and the product of SwiGLU
-    times the experts' weights, repeated, to those of down."""
+    """Stand-in for vLLM's object that adds adapters. It adds 1 to the outputs of gate and up. To the first outputs of
+    down, as many as down has inputs, it adds down's inputs times the weight that the router gives to the expert."""
 
     def add_lora_w13(self, y: Tensor, x: Tensor, *_: Any, **__: Any) -> tuple[None, Tensor, None, None]:
         y += 1

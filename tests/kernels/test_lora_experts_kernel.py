@@ -194,8 +194,8 @@ def test_no_rows_are_no_launch(kernels):
 @pytest.mark.parametrize("tokens", [1, 8, 32, 128, 512])
 @pytest.mark.parametrize("part", ["gate and up", "down"])
 def test_real_shapes_captured_and_repeated(kernels, part, tokens):
-    """The sizes are those of Qwen3-30B-A3B. A CUDA graph gives the same bits in each replay, and uses the adapter that
-    is loaded at that time."""
+    """The sizes are those of Qwen3-30B-A3B. A CUDA graph gives the same bits in each replay. A replay after the adapter
+    was changed in place computes with the changed adapter."""
     sizes = (128, 2048, (768, 768)) if part == "gate and up" else (128, 768, (2048,))
     problem = Problem(tokens, 8, *sizes, 8, torch.bfloat16, weighted=part == "down")
     problem.added(kernels)

@@ -46,8 +46,9 @@ def small_config(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
 
 
 def recurrent_config(num_recurrent: int, num_attention: int = 1, *, experts: bool = False) -> PretrainedConfig:
-    """Make the configuration of a small Qwen3.5, with ``experts`` of a mixture of experts. ``num_recurrent`` gated
-    delta nets come first, with heads of the same size as in real models, and then the attention layers."""
+    """Make the configuration of a small Qwen3.5: a mixture of experts if ``experts`` is True, else a dense model.
+    ``num_recurrent`` gated delta nets come first, with heads of the same size as in real models, and then the attention
+    layers."""
     mixture: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     own: dict[str, Any] = mixture | {"shared_expert_intermediate_size": 256} if experts else {"intermediate_size": 512}
     kinds = num_recurrent * ["linear_attention"] + num_attention * ["full_attention"]

@@ -244,8 +244,8 @@ def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_se
 
 @pytest.mark.parametrize(("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 64), (256, 64)])
 def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, rows):
-    """``rows`` is the largest number of rows of logits in a decoding step, drafts included. The test finds it by trying
-    all numbers of sequences."""
+    """``rows`` is the largest number of rows of logits, drafts included and at most 64, in a decoding step of up to
+    ``sequences`` sequences. The test also computes it as the maximum over all these numbers of sequences."""
     shape, length = config_shape(model_config("7B"), NVFP4, torch.bfloat16), 300
     steps = {n: next((drafts for most, drafts in DRAFTS_BY_SEQUENCES if n <= most), 0) for n in range(1, sequences + 1)}
     assert rows == min(64, max(n * (1 + drafts) for n, drafts in steps.items()))

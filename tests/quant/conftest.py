@@ -67,8 +67,8 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
 
 
 def layer_with_outliers(rows: int, cols: int, num_inputs: int = 1024) -> tuple[Tensor, Tensor]:
-    """Draw a linear layer that is hard to quantise: a weight [N, K], and the mean of x x^T [K, K] over correlated
-    inputs x in which one channel of 64 is 20 times larger than the others."""
+    """Draw a linear layer that is hard to quantise: a weight [N, K], and the mean of x x^T [K, K] over inputs x with
+    correlated channels. K // 64 of the K channels, at random places, are multiplied by 20."""
     generator = torch.Generator().manual_seed(rows)
     weight = 0.02 * torch.randn(rows, cols, generator=generator)
     mixing = torch.randn(cols // 4, cols, generator=generator) / (cols // 4) ** 0.5

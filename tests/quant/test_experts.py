@@ -64,7 +64,8 @@ def random_mixture(
     names: Experts = SOFTMAX,
 ) -> Mixture:
     """Make a random mixture of experts whose weights are stacked to one tensor per projection. The weights grow from
-    expert to expert, so that the experts have different tensor scales. ``names`` are keys of its configuration."""
+    expert to expert, so that the experts have different tensor scales. ``names`` says after which family the router
+    works: as in Qwen3-MoE (``SOFTMAX``) or in GLM-4.5 (``SIGMOID``)."""
     generator = torch.Generator().manual_seed(0)
     config = SimpleNamespace(hidden_size=64, num_experts=number, num_experts_per_tok=chosen, norm_topk_prob=normalised)
     config.moe_intermediate_size, config.routed_scaling_factor = inner, 1.8

@@ -1,5 +1,5 @@
-"""Adapters that start as an approximation of the quantisation error (dense minus quantised weight): the best product B
-A of a given rank, and the folder that is written."""
+"""Tests of adapters that start as an approximation of the quantisation error (dense minus quantised weight): no product
+B A of the same rank has a smaller error of the layer's outputs, and PEFT reads the folder that is written."""
 
 import json
 from pathlib import Path

@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 
 def delta_net(layer: Any, hidden: Tensor) -> Tensor:
-    """Compute a gated delta net layer's output [S, H] on the hidden states [S, H] of one row.
+    """Compute a gated delta net layer's output [T, H] on the hidden states [T, H] of one row of T tokens.
 
-    Each head has a state S with S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T, and the output
-    o_t = S_t^T q_t / sqrt(D).
+    For token t, each head computes a query q_t and a key k_t of size D, a value v_t, a decay exp(g_t) and a factor
+    beta_t. Its state, a matrix that is 0 before the first token, becomes S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t -
+    exp(g_t) S_(t-1)^T k_t))^T, and its output is S_t^T q_t / sqrt(D).
     """
     mixed, width = layer.in_proj_qkv(hidden), layer.conv_kernel_size
     before = F.pad(mixed, (0, 0, width - 1, 0))  # a row begins with nothing before it

@@ -26,8 +26,8 @@ def shift_experts(module: Any) -> None:
 
 
 def read_by_kernel(**others: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Make a fault by which the kernel reads other values than the layer holds: for each attribute, what the given
-    function returns for the layer."""
+    """Make a fault by which the kernel reads other values than the layer holds. Each argument has the name of an
+    attribute that the kernel reads, and is a function that returns, for the layer, what the kernel reads instead."""
 
     def change(module: Any) -> None:
         for name, value in others.items():

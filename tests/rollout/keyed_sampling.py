@@ -49,9 +49,9 @@ SPECULATION = {
 
 @contextmanager
 def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_by_loops) -> Iterator[list[int]]:
-    """Within the context, make an engine sample the largest sum of logit and keyed noise, with ``accept`` to verify
-    drafts. Yields a list to which each verification of a sequence's drafts adds the number of tokens that the sequence
-    gets."""
+    """Within the context, make an engine sample, of all tokens, the one with the largest sum of its logit and a random
+    number that follows from seed and position (keyed noise), and call ``accept`` to verify drafts. Yields a list to
+    which each verification of a sequence's drafts adds the number of tokens that the sequence gets."""
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
     runner: Any = engine._call(lambda worker: worker.model_runner)

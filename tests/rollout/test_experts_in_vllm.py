@@ -113,8 +113,9 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def replayed(policy: Policy, prompt: list[int], row: Completion) -> tuple[Tensor, Tensor]:
-    """Compute the trainer's log-probabilities of a completion, [N], using the experts that the engine returned, and how
-    many of these experts the trainer's routers would not have chosen, [S, L]: per token and mixture."""
+    """Compute the trainer's log-probabilities of a completion, [N] for its N tokens, using the experts that the engine
+    returned. Also returns how many of these experts the trainer's routers would not have chosen, [S, L] for the S
+    tokens of prompt and completion without the last one, and for L MoE layers."""
     tokens = torch.tensor([[*prompt, *row.tokens]])
     mask = torch.arange(tokens.shape[1]).unsqueeze(0) >= len(prompt)
     assert row.routes is not None

@@ -119,8 +119,9 @@ def drafters(case: Case, groups: Groups) -> dict[str, Guess]:
 
 
 def compare(engine: VLLMEngine, case: Case, due: Groups, guess: Guess, accept: Any = accept_by_loops) -> list[int]:
-    """Sample ``case`` with drafts from ``guess``, and check that the tokens are those of ``due``, and the
-    log-probabilities up to rounding. Returns how many tokens each verification of drafts gave."""
+    """Sample ``case`` with the drafts that ``guess`` returns, and check that the tokens are those of ``due``,
+    completions sampled without drafts, and that log-probabilities differ only by rounding. Returns how many tokens each
+    verification of drafts gave."""
     with keyed_sampling(engine, accept) as taken, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drafter, "guess", staticmethod(guess))
         found = engine.generate(*case[:3], adapter=case.adapter)

@@ -19,8 +19,8 @@ SLICES = (24, 8)
 
 @pytest.fixture(scope="module")
 def cuda() -> Iterator[object]:
-    """Import the module that calls the LoRA kernels in vLLM. It needs a name of a vLLM module that is missing without a
-    GPU, so there the name is added."""
+    """Import the module that calls the LoRA kernels in vLLM. It uses vLLM's module ``punica_gpu``, which imports the
+    class ``LoRAKernelMeta`` only on a machine with a GPU, so that class is added to ``punica_gpu`` first."""
     with interpreted(), pytest.MonkeyPatch.context() as patch:
         from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
         from vllm.lora.punica_wrapper import punica_gpu
