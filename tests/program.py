@@ -30,8 +30,8 @@ def fork_server() -> None:
 
 
 def _serve(code: str, kept: set[int]) -> NoReturn:
-    """Run the server's code in a fork of the process of the tests. The fork keeps open the files ``kept`` and no
-    others, and logs nothing to pytest's."""
+    """Run the code of the fork server of ``multiprocessing`` in this process, a fork of the process of the tests. Close
+    all files but those with the numbers ``kept``, and log nothing to pytest's handlers."""
     try:
         faulthandler.disable()
         for logger in map(logging.getLogger, (None, *logging.root.manager.loggerDict)):

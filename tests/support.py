@@ -17,7 +17,7 @@ CAPABILITIES = ("quantise", "train", "vLLM rollout", "AQN", "canary", "export", 
 
 def seen(family: str, capability: str) -> None:
     """Record that ``capability``, a part of a run, works for a family on this machine. Nothing is recorded unless the
-    environment variable ``FILE`` names a file."""
+    environment variable QERL_PL_SUPPORT (``FILE``) has the path of a file."""
     assert capability in CAPABILITIES, capability
     if path := os.environ.get(FILE):
         note = {"family": family, "capability": capability, "on": machine(), "vllm": version_of_vllm()}

@@ -66,8 +66,8 @@ def prompts(signals: Sequence[bool], start: int = 0) -> list[Prompt]:
 
 def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Prompt]) -> tuple[Any, ...]:
     """Fill a batch by dynamic sampling, with ``more`` as the prompts to refill it with. Returns all groups that were
-    sampled, the number of refills, this rank's groups of the batch (or None), and the number of prompts of each call
-    that samples."""
+    sampled, the number of refills, the groups of the batch that this rank trains on (None if there are none), and the
+    number of prompts of each call that samples."""
     from qerl_pl.common import ranks
 
     calls = []

@@ -1,5 +1,5 @@
-"""Evidence that completions are not samples of the policy: true samples raise alarms at most at the stated rate, and
-other samples do raise alarms."""
+"""Tests of the evidence that completions are not samples of the policy: with true samples, a false alarm is at most as
+probable as ``log_false_alarm`` says, and other samples do raise alarms."""
 
 import math
 import warnings

@@ -1,6 +1,6 @@
-"""Evidence that an engine used another policy for a part of the rows: rounding errors raise alarms at most at the
-stated rate, whatever their distribution, and another policy does raise one although its effect is smaller than rounding
-errors."""
+"""Tests of the evidence that an engine used another policy for a part of the rows: with rounding errors alone, whatever
+their distribution, a false alarm is at most as probable as ``log_false_alarm`` says, and another policy does raise an
+alarm although its effect is smaller than rounding errors."""
 
 import math
 
@@ -48,11 +48,13 @@ def rollout(
     rows: int = ROWS,
     tokens: int = TOKENS,
 ) -> Tensor:
-    """Simulate a rollout and return its evidence [len(SHARES)].
+    """Simulate a rollout. Returns the log-likelihood ratios, [len(SHARES)] in nats, of the hypotheses that the engine
+    sampled each row with another policy with a probability of 1, 1/4 or 1/16 (``SHARES``) to the hypothesis that it
+    never did.
 
-    A random share of the rows comes from the other policy. The log-probabilities of a right engine differ from the
-    trainer's by rounding errors, a constant ``offset`` and a ``part`` of the other policy's effect. ``blur`` is the
-    size of the errors with which the trainer knows the effect.
+    Each row comes from the other policy with the probability ``share``. The log-probabilities of a right engine differ
+    from the trainer's by rounding errors, a constant ``offset`` and a ``part`` of the other policy's effect. ``blur``
+    is the size of the errors with which the trainer knows the effect.
     """
     shape = (rows, tokens)
     of_tokens = EFFECT * normal(shape, generator)
@@ -136,8 +138,10 @@ class TestRollouts:
 
 class TestEffect:
     def measured(self, generator: torch.Generator, *, central: bool) -> Tensor:
-        """Simulate a right engine whose other policy is the current one but for rounding errors of its own, half of
-        which every pass of the trainer has; returns the evidence of one rollout."""
+        """Simulate a rollout of an engine that did not use the other policy, and return the evidence that it did. The
+        trainer's passes have equally large rounding errors of two kinds: one kind is the same in every pass, the other
+        is drawn for each pass. The effect of the other policy is computed from two passes that move the policy in
+        opposite directions if ``central`` is True, else from one of them and the current policy's pass."""
         shape, strength = (ROWS, TOKENS), 4.0
         common, own, engine, *ends = (ROUNDING * normal(shape, generator) for _ in range(5))
         current = common + own

@@ -100,8 +100,8 @@ def stale_prefixes(engine: Any, adapter: Adapter) -> Any:
     loaded.
 
     A vLLM engine gets this fault by never resetting its prefix cache. For an engine without such a cache the fault is
-    imitated: completions come from the adapter that was loaded when the first 16 tokens of their prompt were sampled
-    from for the first time.
+    imitated: completions of a prompt are sampled with the adapter that was loaded when, for the first time, completions
+    of a prompt with the same first 16 tokens were sampled.
     """
     if isinstance(engine, VLLMEngine):
         engine._llm = Instead(engine._llm, reset_prefix_cache=lambda: True)  # pyright: ignore[reportAttributeAccessIssue]

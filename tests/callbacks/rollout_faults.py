@@ -147,8 +147,8 @@ def rescored(engine: Any, prompts: Prompts, groups: Groups, **options: Any) -> G
 
 def growing_gap(engine: Any, policy: Policy) -> Any:
     """Add an error to the log-probabilities whose sign alternates from token to token. In the first rollout the error
-    is 4 times the smallest difference between trainer and engine that RolloutEvidence can call a jump, so 4e-5 nats in
-    fp32. In each further rollout it is 4 times as large as before."""
+    is 4 times ``GAP_FLOOR``, the mean difference between trainer and engine below which RolloutEvidence never finds a
+    sudden increase, so 4e-5 nats in fp32. In each further rollout it is 4 times as large as before."""
     sizes = [GAP_FLOOR[policy.dtype] * 4 ** (1 + rollout) for rollout in range(10)]
 
     def change(groups: Groups, *_: Any) -> Groups:

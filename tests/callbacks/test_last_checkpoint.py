@@ -88,8 +88,9 @@ class Disk(Callback):
 
 
 class _Block:
-    """Part of a checkpoint that delays its writing: pickling this object waits until ``Disk`` writes, and fails if the
-    disk is full. It is pickled as an empty dictionary, so nothing of it is in the file."""
+    """Part of a checkpoint that delays its writing, as a slow disk does: pickling this object waits until the callback
+    ``disk`` sets its event ``writes``, and raises OSError if ``disk.is_full``. It is pickled as an empty dictionary, so
+    nothing of it is in the file."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk

@@ -1,5 +1,5 @@
-"""Problems that are read from tables (files with a row per problem): numbers in columns of any type, nulls, layouts of
-published data sets, and rows that cannot be used."""
+"""Tests of reading problems (questions and their answers) from tables, which are files with a row per problem: numbers
+in columns of any type, nulls, layouts of published data sets, and what happens to rows that cannot be used."""
 
 import datetime
 import json

@@ -1,5 +1,5 @@
-"""The term of the loss that draws the policy to a teacher: its coefficient over the course of a run, and settings that
-are refused."""
+"""Tests of the term of the loss that draws the policy to a teacher: how its coefficient changes over the course of a
+run, and which settings are refused."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""``branch_evidence`` compares completions of one prompt where they branch. It detects completions that were chosen
-among several, and raises false alarms no more often than stated."""
+"""Tests of ``branch_evidence``, which compares completions of one prompt where they branch: it detects completions that
+were chosen among several, and a false alarm is at most as probable as ``log_false_alarm`` says."""
 
 import math
 import random
@@ -37,9 +37,9 @@ def draw(rng: random.Random, prompt: int) -> tuple[list[int], list[float]]:
 
 
 def evidence_of(rng: random.Random, choose, *, groups: int = 32, size: int = 8) -> float:
-    """Return how surprising completions are that ``choose`` selected: the log of the probability that true samples give
-    at least as much evidence. For each of ``groups`` prompts, ``choose`` orders 2 ``size`` completions, and the first
-    ``size`` are kept."""
+    """Let ``choose`` select completions, and return how clearly ``branch_evidence`` shows this: the log of a bound on
+    the probability that completions which were not selected give at least as much evidence. For each of ``groups``
+    prompts, ``choose`` orders 2 ``size`` completions, and the first ``size`` are kept."""
     found = [choose([draw(rng, prompt) for _ in range(2 * size)])[:size] for prompt in range(groups)]
     numbers = [[[len(tokens), float(tokens[0])] for tokens, _ in group] for group in found]
     return log_false_alarm(branch_evidence(found, numbers))
@@ -74,8 +74,9 @@ def test_a_certain_policy_and_one_that_never_repeats_give_no_evidence():
 
 
 def reference(group, numbers):
-    """Compute the evidence of one group by its definition, with loops: each prefix of a completion is compared with the
-    prefixes of all earlier completions."""
+    """Compute by loops what the docstring of ``branch_evidence`` defines for one group: the log-likelihood ratios of
+    engines that select completions to one that does not. Each prefix of a completion is compared with the prefixes of
+    all earlier completions."""
     found = []
     for number in range(len(numbers[0])):
         for sign in (1, -1):

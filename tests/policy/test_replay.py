@@ -1,5 +1,7 @@
-"""Training passes of mixtures in which each token uses given experts instead of those that the router chooses: equality
-where both are the same, packed rows, recomputation, and updates."""
+"""Tests of training passes of MoE models in which each token uses given experts instead of those that the router
+chooses. If the given experts are the router's, results have the same bits as without them. With other experts, packing
+rows and recomputing activations change results only by rounding, and an update stops if experts were given to the wrong
+tokens or layers."""
 
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,10 @@
-"""Compare many answers, some of which never end, while workers are killed: python -m tests.rewards.hanging
+"""Compare pairs of answers, some of which take forever, while workers are killed: python -m tests.rewards.hanging
 
 A row is a pair of answers to compare; a worker is a process of ``Verifier`` that compares them. For the numbers of
 docs/scorers.md, add --rows 10000 --hanging 50 --kills 10 >> docs/results/scorers.jsonl
 
 Prints one JSON line with the times. Prints none, and exits with status 1, if a row is lost or has a wrong score or
-none, if a row that does not end has a score other than 0, or if a process is left behind.
+none, if a row that takes forever has a score other than 0, or if a process is left behind.
 """
 
 import argparse

@@ -28,8 +28,9 @@ def scorers() -> Iterator[Scorers]:
 
 @pytest.fixture(scope="module")
 def misread(scorers: Scorers) -> Callable[..., list[dict]]:
-    """Return a function of the name of a set and of a reward that lists the rows (or every n-th) whose score is not the
-    label. Rows are scored once for all tests."""
+    """Return a function of the name of a set of labelled rows, the name of a reward and a number n. The function takes
+    every n-th row of the set, scores those that are for this reward, and lists those whose score is not the label. For
+    equal arguments, rows are scored only once."""
 
     @cache
     def found(name: str, reward: str, every: int) -> list[dict]:

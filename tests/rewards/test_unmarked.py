@@ -1,5 +1,5 @@
-"""Completions whose answer has no mark, such as a box, around it: which part counts as the answer, and where the text
-is left out because it goes on with a new question."""
+"""Tests of how an answer is found in completions without a mark, such as a box, around it: which part counts as the
+answer, and from which point on text is ignored because it goes on with a new question."""
 
 import time
 

@@ -56,8 +56,8 @@ def kill_all(process: subprocess.Popen[bytes]) -> int:
 
 
 def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
-    """Run a command of the program until it ends. With ``killed_when``, kill the command and its two runs as soon as
-    this function returns True."""
+    """Run a command of the program until it ends. With ``killed_when``, the command is a study that trains two runs at
+    a time: as soon as ``killed_when`` returns True, the study and these two runs are killed."""
     process = subprocess.Popen([sys.executable, "-m", "qerl_pl", *arguments], start_new_session=True)
     try:
         if killed_when is None:
