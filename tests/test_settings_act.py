@@ -4,6 +4,7 @@ together with others is refused or causes a warning."""
 import ast
 import inspect
 import logging
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import train
 from callbacks.aqn import AdaptiveQuantizationNoise
 from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
-from qerl_pl.cli.checks import usable_callbacks
+from qerl_pl.cli.checks import check_monitors, usable_callbacks
 from qerl_pl.common.checks import EARLY, LARGEST, is_due, require_finite
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective
@@ -265,6 +266,29 @@ def test_a_number_that_is_infinite_in_32_bits_is_infinite():
 def test_the_first_rollouts_and_then_every_so_many_get_the_long_checks(every):
     due = [index for index in range(40) if is_due(index, every)]
     assert due == sorted({*range(EARLY), *range(0, 40, every)})
+
+
+MONITORS = {
+    "val/reward": True,
+    "val/accuracy": True,
+    "val/pass@8": True,
+    "policy/entropy": True,
+    "step": True,
+    None: True,
+}
+MONITORS |= {"val/acuracy": False, "val_loss": False, "no/such": False, "train": False, "": False}
+
+
+@pytest.mark.parametrize(("monitor", "is_logged"), MONITORS.items())
+def test_a_callback_that_watches_a_value_which_no_run_logs_is_refused(monitor, is_logged):
+    name = "lightning.pytorch.callbacks.EarlyStopping"
+    callbacks = [Namespace(class_path=CALLBACK), Namespace(class_path=name, init_args=Namespace(monitor=monitor))]
+    expected = (
+        nullcontext() if is_logged else pytest.raises(ValueError, match=f"{name} has monitor '{monitor}'.*reward")
+    )
+    with expected:
+        check_monitors(callbacks, ["accuracy"])
+    check_monitors([*callbacks, Namespace(class_path="mine.Logs")], [])  # which may log the value
 
 
 def test_of_a_callback_that_is_given_again_the_later_settings_count(caplog):

@@ -29,7 +29,14 @@ from callbacks.signal_report import SignalReport
 from datamodules.loader import check_batch_size
 from datamodules.prompts import PromptDataModule
 from qerl_pl.base.folder import base_folder, check_base
-from qerl_pl.cli.checks import check_checkpoint, check_class_paths, check_groups, check_run_is_new, usable_callbacks
+from qerl_pl.cli.checks import (
+    check_checkpoint,
+    check_class_paths,
+    check_groups,
+    check_monitors,
+    check_run_is_new,
+    usable_callbacks,
+)
 from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
@@ -162,6 +169,7 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger is true; expected a logger by its class_path, or leave it out")
         check_trainer(config.trainer, command=command)
         config.trainer.callbacks = usable_callbacks(config.trainer.callbacks, always=ALWAYS)
+        check_monitors(config.trainer.callbacks, [str(reward.get("name")) for reward in config.model.rewards or ()])
         if config.ckpt_path:
             config.ckpt_path = os.path.expanduser(config.ckpt_path)
         self._whole: WholeRun | None = None
