@@ -135,9 +135,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint that consists of tensors and Python's built-in types. If ``last.ckpt`` is damaged, a
-        warning is given and ``previous.ckpt`` in its folder is loaded. ValueError: the file is damaged or holds other
-        objects, and there is no undamaged ``previous.ckpt``; the message names every damaged file."""
+        """Load a checkpoint. A file counts as damaged if its bytes cannot be read or are not those that were written,
+        or if it holds something that no run of this program writes, such as objects that are neither tensors nor of
+        Python's built-in types, or weights that are NaN. If ``path`` is a damaged ``last.ckpt``, and its folder has a
+        ``previous.ckpt`` that is not damaged, a warning is given and ``previous.ckpt`` is loaded instead. ValueError:
+        ``path`` is damaged, and nothing is loaded instead; the message names each damaged file. FileNotFoundError,
+        PermissionError: the file does not exist, or opening it is not permitted."""
         path = Path(path)
         try:
             return self._load(path, map_location)

@@ -1,5 +1,6 @@
-"""Measured constants, such as times and numbers of clusters of an NVIDIA H200 (132 SMs, 1.755 GHz), by which the CUDA
-kernels of this project choose how to divide their work among thread blocks (their schedules).
+"""Constants of an NVIDIA H200 (132 SMs, 1.755 GHz), such as the time to start a cluster of thread blocks and the number
+of clusters that run at the same time. By them the CUDA kernels of this project choose how to divide their work among
+thread blocks (their schedules).
 
 No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. The
 numbers decide which of several correct schedules of a kernel runs, and therefore only its speed. Each constant is

@@ -45,9 +45,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
-    """Compute the backward pass of share * silu(gate) * up, where ``share`` is a factor of each row. Returns the
-    gradients with respect to gate, up and share, and the product silu(gate) * up, as ``grouped.swiglu_gradients``
-    defines them. ``d_product`` is the gradient of the result; all tensors must be contiguous."""
+    """Compute the backward pass of y = share * silu(gate) * up, where ``share`` is a factor of each row. ``d_product``
+    is the gradient of the loss with respect to y; all tensors must be contiguous. Returns the gradients with respect to
+    gate, up and share, and the product silu(gate) * up, as ``grouped.swiglu_gradients`` defines them."""
     tensors = gate, up, d_product, share
     assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
     d_gate, d_up, product = (torch.empty_like(gate) for _ in range(3))

@@ -21,9 +21,9 @@ is left out of the test: it is almost certainly one of them, so it says almost n
 
 
 class _Rest(NamedTuple):
-    """The tokens, from index ``at`` on, of a completion whose prefix up to ``at`` no other completion has so far. When
-    a second completion has this prefix, the token at ``at`` gets a node of its own in the tree of prefixes
-    (``_Branch``)."""
+    """The tokens of a completion for which the tree of prefixes (``_Branch``) has no nodes yet: those from index ``at``
+    on. ``tokens`` and ``logprobs`` are those of the whole completion. No other completion begins with ``tokens[:at]``
+    so far; when a second one does, ``tokens[at]``, if it exists, gets a node of its own."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]

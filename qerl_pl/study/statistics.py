@@ -147,8 +147,9 @@ def _finite(values: Sequence[float]) -> np.ndarray:
 
 @cache
 def _subsets(num: int) -> np.ndarray:
-    """Return the non-empty subsets of ``num`` values as rows of 0 and 1, fp64 [subsets, num]; the last row is the whole
-    set. Above ``EXACT_PAIRS`` values, the rows are random subsets."""
+    """Return subsets of ``num`` values as rows of 0 and 1, fp64 [subsets, num]. For up to ``EXACT_PAIRS`` values these
+    are all non-empty subsets; for more values they are 2^EXACT_PAIRS - 1 non-empty subsets, all drawn at random with a
+    fixed seed, except the last one. The last row is always the set of all values."""
     if num <= EXACT_PAIRS:
         return (np.arange(1, 2**num)[:, None] >> np.arange(num) & 1).astype(np.float64)
     rows = np.random.default_rng(0).integers(0, 2, (2**EXACT_PAIRS - 1, num))

@@ -51,11 +51,12 @@ class VLLMEngine:
     Log-probabilities belong to the distribution that was sampled from: at the sampling temperature and, with top_p or
     top_k, normalised over the kept tokens. Greedy completions have log-probabilities at temperature 1.
 
-    The prefix cache is cleared before each call, so no cached prefix of another adapter or noise is used. Equal
-    arguments therefore give equal tokens and log-probabilities with equal bits, whatever was sampled before; with
-    ``trainer.deterministic: true`` also in a resumed run. A 4-bit base that vLLM's own kernels compute on a GPU is an
-    exception: these kernels may add partial sums in any order, so equal calls may choose differently between two likely
-    tokens. The engine logs this when it starts.
+    The prefix cache is cleared before each call, so no keys and values are used that were computed with another adapter
+    or with other noise on norm weights. Calls with equal arguments, adapter and noise therefore give equal tokens and
+    log-probabilities with equal bits, whatever was sampled before; with ``trainer.deterministic: true`` also in a
+    resumed run. An exception is a 4-bit base by whose weights vLLM's own kernels for GPUs multiply, and not this
+    project's: vLLM's kernels may add partial sums in any order, so equal calls may give slightly different
+    log-probabilities and, sometimes, different tokens. The engine logs at its start if this is the case.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
@@ -105,8 +106,8 @@ class VLLMEngine:
         """Counts of drafted, verified and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
         """Counts of drafted and accepted tokens in earlier rollouts, in the form of ``hopper/draft_guard.py``. They
-        decide at which numbers of sequences the next calls draft tokens. If the list is empty, as outside of training,
-        steps of up to 32 sequences have drafts."""
+        decide, for each number of sequences that decode at the same time, whether the next calls draft tokens. If the
+        list is empty, as outside of training, steps of up to 32 sequences have drafts."""
         self._cache_bytes = self.kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
         self.start_s: dict[str, float] = {}

@@ -20,9 +20,10 @@ def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` of another package by ``make(owner.name)``, after checking its parameters as
-    ``replace`` does. A second call changes nothing: it recognises the new function by its module, which must belong to
-    this project."""
+    """Replace the function ``owner.name`` of another package by ``make(owner.name)``, after checking that
+    ``owner.name`` has the parameters ``takes``, as ``replace`` does. If ``owner.name`` is already a function of a
+    module of this project, nothing is checked or changed. So a second call has no effect, if ``make`` returns a
+    function of this project."""
     present = getattr(owner, name, None)
     if not str(getattr(present, "__module__", "")).startswith("qerl_pl."):
         replace(owner, name, make(present), takes=takes)
@@ -49,7 +50,7 @@ def replace_module(name: str, other: str, *, has: Mapping[str, Sequence[str]]) -
 
 @contextmanager
 def replaced(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> Iterator[None]:
-    """Replace ``owner.name`` as ``replace`` does until the context ends."""
+    """Replace the function ``owner.name`` by ``new``, after the check of ``replace``, until the context ends."""
     before = getattr(owner, name, None)
     replace(owner, name, new, takes=takes)
     try:
