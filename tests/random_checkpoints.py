@@ -29,8 +29,10 @@ SHARD_BYTES = 4 * 2**30
 
 
 def write_random_checkpoint(folder: Path, size: str, fmt: str, *, num_layers: int | None = None) -> Path:
-    """Write a checkpoint with the shapes of Qwen2.5 or Qwen3-MoE to ``folder / "SIZE-FMT"``, unless this folder exists
-    already; returns it. vLLM and the trainer can load it. ``num_layers`` replaces the number of blocks."""
+    """Write a checkpoint with random weights, which vLLM and the trainer can load, to the subfolder ``f"{size}-{fmt}"``
+    of ``folder``, unless this subfolder exists already; returns the subfolder's path. ``size`` is one of ``MODELS`` and
+    gives the shapes of the weights, ``fmt`` is "nvfp4" or "bf16", and ``num_layers`` replaces the model's number of
+    blocks."""
     path = folder / f"{size}-{fmt}"
     if path.exists():
         return path

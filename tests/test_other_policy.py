@@ -138,10 +138,12 @@ class TestRollouts:
 
 class TestEffect:
     def measured(self, generator: torch.Generator, *, central: bool) -> Tensor:
-        """Simulate a rollout of an engine that did not use the other policy, and return the evidence that it did. The
-        trainer's passes have equally large rounding errors of two kinds: one kind is the same in every pass, the other
-        is drawn for each pass. The effect of the other policy is computed from two passes that move the policy in
-        opposite directions if ``central`` is True, else from one of them and the current policy's pass."""
+        """Simulate a rollout of a correct engine, and return the evidence that it sampled with another policy than the
+        trainer's current one (``other_policy.token_evidence``). The trainer's forward passes have equally large
+        rounding errors of two kinds: one kind is the same in every pass, the other is drawn for each pass. The change
+        of log-probabilities from the current to the other policy is computed from two passes: if ``central``, one with
+        the current policy moved towards the other one and one with it moved as far in the opposite direction; else the
+        first of these and one with the current policy."""
         shape, strength = (ROWS, TOKENS), 4.0
         common, own, engine, *ends = (ROUNDING * normal(shape, generator) for _ in range(5))
         current = common + own

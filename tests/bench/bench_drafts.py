@@ -7,8 +7,8 @@ For each model, format of the base, number of prompts and temperature, the same 
 with speculation off and on, each in a process of its own. A line ``drafts/MODEL`` has the seconds of the rollouts, the
 mean surprisal of the sampled tokens (nats; the entropy of the distribution that is sampled, estimated), the lengths of
 the completions, and, with speculation, drafts and accepted tokens. As in training, ``qerl_pl/hopper/draft_guard.py``
-decides after each rollout at which numbers of sequences the next rollout uses drafts. The first rollout, in which vLLM
-compiles kernels, is not timed.
+decides after each rollout, for each number of sequences that decode at the same time, whether the next rollout uses
+drafts. The first rollout, in which vLLM compiles kernels, is not timed.
 """
 
 import argparse

@@ -221,8 +221,8 @@ def some_rows_copied(groups: Groups, *_: Any) -> Groups:
 
 
 def chosen(choose: Callable[[list[Completion], int], list[Completion]]) -> Fault:
-    """Make a fault that samples twice as many completions per prompt as wanted, and returns those that ``choose``,
-    called with the group and the wanted number, selects."""
+    """Make a fault of an engine that samples twice as many completions per prompt as wanted, and returns those that
+    ``choose`` selects. ``choose`` is called with all sampled completions of one prompt and the wanted number."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any) -> Groups:
         size = sampling.num_completions
@@ -233,8 +233,8 @@ def chosen(choose: Callable[[list[Completion], int], list[Completion]]) -> Fault
 
 
 def best(key: Callable[[Completion], float]) -> Fault:
-    """Make a fault that samples twice as many completions per prompt as wanted. It returns the half with the smallest
-    ``key``, in the order in which the completions were sampled."""
+    """Make a fault of an engine that samples twice as many completions per prompt as wanted, and returns for each
+    prompt the half with the smallest ``key``, in the order in which the completions were sampled."""
 
     def choose(group: list[Completion], size: int) -> list[Completion]:
         places = sorted(sorted(range(len(group)), key=lambda place: key(group[place]))[:size])
@@ -244,8 +244,8 @@ def best(key: Callable[[Completion], float]) -> Fault:
 
 
 def distinct(group: list[Completion], size: int) -> list[Completion]:
-    """Choose ``size`` completions of a group, as many different ones as possible: copies of earlier completions are
-    taken only if there are too few different completions."""
+    """Choose ``size`` completions of a group (all sampled completions of one prompt), as many different ones as
+    possible: copies of earlier completions are taken only if there are too few different completions."""
     places: dict[tuple[int, ...], int] = {}
     for place, row in enumerate(group):
         places.setdefault(row.tokens, place)
@@ -254,7 +254,7 @@ def distinct(group: list[Completion], size: int) -> list[Completion]:
 
 
 def sorted_half(key: Callable[[Completion], float]) -> Fault:
-    """Make a fault that sorts the completions of every second group by ``key``."""
+    """Make a fault of an engine that returns the completions of every second prompt sorted by ``key``."""
     return changed_output(
         lambda groups, *_: [sorted(group, key=key) if place % 2 else group for place, group in enumerate(groups)]
     )
@@ -272,8 +272,8 @@ def unlikely(row: Completion) -> float:
 
 
 def honest(**settings: Any) -> Fault:
-    """Make a fault that samples with other settings than it was asked for, and reports the log-probabilities of the
-    distribution from which it really sampled."""
+    """Make a fault of an engine that samples with other settings than it was asked for, and reports the
+    log-probabilities of the distribution from which it really sampled."""
     return sampled(
         lambda engine, policy, prompts, sampling, seed, **options: engine.generate(
             prompts, replace(sampling, **settings), seed, **options
@@ -282,8 +282,8 @@ def honest(**settings: Any) -> Fault:
 
 
 def other_sampling(**settings: Any) -> Fault:
-    """Make a fault that samples with other settings than it was asked for, and hides this: the reported
-    log-probabilities are those at temperature 1."""
+    """Make a fault of an engine that samples with other settings than it was asked for, and hides this: the
+    log-probabilities that it reports are those at temperature 1."""
 
     def wrong(engine: Any, policy: Policy, prompts: Prompts, sampling: Sampling, seed: Any, **options: Any) -> Groups:
         if settings.get("temperature") == 0:

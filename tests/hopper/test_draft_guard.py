@@ -1,5 +1,6 @@
-"""After each rollout the draft guard decides at which numbers of sequences the next rollout speculates, so that
-speculation is used only where it saves time. A resumed run decides the same."""
+"""After each rollout the draft guard decides, for each number of sequences that decode at the same time, whether
+decoding steps of the next rollout with so many sequences are speculative. They are not if speculation saved no time in
+such steps of recent rollouts. A resumed run makes the decisions that an uninterrupted run would make."""
 
 from __future__ import annotations
 

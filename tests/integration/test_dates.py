@@ -39,7 +39,7 @@ CHAT = (
 @pytest.fixture
 def day(monkeypatch):
     """Set the clocks that chat templates and this program read to 27 November 2026. Returns a function that sets them
-    to another day of this month."""
+    to the day of November 2026 whose number it is given."""
 
     def move(number: int) -> None:
         class Moved(datetime):

@@ -74,9 +74,9 @@ def test_a_certain_policy_and_one_that_never_repeats_give_no_evidence():
 
 
 def reference(group, numbers):
-    """Compute by loops what the docstring of ``branch_evidence`` defines for one group: the log-likelihood ratios of
-    engines that select completions to one that does not. Each prefix of a completion is compared with the prefixes of
-    all earlier completions."""
+    """Compute by loops, for one group, the log-likelihood ratios that the docstring of ``branch_evidence`` defines: for
+    each property, direction and o, that of an engine that selects completions to an engine that does not. For each
+    token of a completion, all earlier completions are searched for those with the same tokens before this place."""
     found = []
     for number in range(len(numbers[0])):
         for sign in (1, -1):

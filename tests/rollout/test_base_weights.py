@@ -90,8 +90,9 @@ def test_two_copies_are_logged(started, caplog):
 
 
 def test_a_closed_engine_keeps_no_memory_of_the_trainer_alive(started):
-    """The trainer's memory, which the engine also used, can be freed after the engine is closed, even if compiled
-    graphs or a traceback still refer to vLLM's model."""
+    """After the engine is closed, nothing of it refers to the trainer's base weights, some of which vLLM's model
+    shared, so their memory is freed when the trainer drops them. This holds even if compiled graphs or a traceback
+    still refer to vLLM's model."""
     model = started._call(lambda worker: worker.get_model())
     tensors = {**started._policy.embedding_weights()}
     for name, linear in started._policy.packed_linears().items():
