@@ -59,7 +59,8 @@ def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
         return _number(max(summary[name] for summary in summaries if name in summary))
 
     return {
-        **{name: results[0][name] for name in ("device", "torch", "commit")},
+        **{name: results[0][name] for name in ("device", "torch")},
+        "commit": " and ".join(dict.fromkeys(result["commit"] for result in results)),
         **{name: results[0]["shape"][name] for name in ("rollouts", "rows")},
         "gaps": table(header, rows),
         "worst_quiet": _number(max(summary["gap"]["worst_mean_abs"] for summary in quiet)),
