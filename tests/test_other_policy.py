@@ -146,11 +146,8 @@ class TestEffect:
         first of these and one with the current policy."""
         shape, strength = (ROWS, TOKENS), 4.0
         common, own, engine, *ends = (ROUNDING * normal(shape, generator) for _ in range(5))
-        current = common + own
-        towards, away = (
-            strength * sign * EFFECT / 4 * normal(shape, generator) + common + end
-            for sign, end in zip((1, -1), ends, strict=True)
-        )
+        current, moved = common + own, strength * EFFECT / 4 * normal(shape, generator)
+        towards, away = (sign * moved + common + end for sign, end in zip((1, -1), ends, strict=True))
         error = engine - current
         found = effect(towards, away, strength=strength) if central else (towards - current) / strength
         scale = rounding_scale(torch.full((error.numel(),), -1.0).double(), -1 + error.flatten()).reshape(shape)
