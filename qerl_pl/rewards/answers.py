@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from qerl_pl.rewards.context import in_context, is_denied, is_withdrawn, stated_anew
 from qerl_pl.rewards.number_words import NUMBER_WORD
 from qerl_pl.rewards.numbers import MAX_ANSWER, parse_number
 
@@ -30,7 +31,10 @@ _WORD = r"(?:and|or)\b|\\(?:text|mbox|mathrm)\s*\{\s*(?:and|or)\s*\}"
 _CONNECTOR = re.compile(rf"{_BLANK}(?:,|;|{_WORD}){_BLANK}(?:{_WORD})?{_BLANK}(?:[a-z]\s*=\s*)?")
 _MAX_CONNECTOR = 50  # characters
 # Matches text such as "or maybe", or no text, between two boxes; the completion then has not chosen one of them.
-_BETWEEN_BOXES = re.compile(rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|OR|Or)\b[^.\n]*|[ \t$]*")
+_BETWEEN_BOXES = re.compile(
+    rf"{_CONNECTOR.pattern}|[^.\n]*\b(?:or|if|when|maybe|perhaps|to)\b[^.\n]*|[\s.;$]*Case \w+\b[^.\n]*|[ \t$]*",
+    re.IGNORECASE,
+)
 # Matches text that a reader of the rendered answer does not see (comments, \phantom) or sees crossed out.
 _HIDDEN = (
     r"\\(?:[hv]?phantom|[bx]?cancel|sout|st|xout|hide|comment"
@@ -46,55 +50,6 @@ _GONE = (
 )
 _HAS_UNSEEN = re.compile(rf"{_HIDDEN}|{_GONE}")
 _UNSEEN = re.compile(rf"(?P<open>{_HIDDEN})|{_GONE}|(?P<brace>\\.|[{{}}])")
-# Matches a denial in front of a box, with at most four words between denial and box ("not equal to", "is not the
-# value"), or the start of a clause that is called false ("it is wrong that the answer is").
-_BUT = r"(?:but|only|just|so|then|hence|thus|therefore|because|since|and|we|it|is|get|have|find|gives?)"
-_FALSE = r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|erroneous|inaccurate|nonsense|off by)"
-_NOT_TRUE = (
-    rf"(?:{_FALSE}|not (?:true|right|correct|valid|the case|possible)|ruled out|excluded|rejected"
-    r"|an? (?:\w+ )?(?:mistake|error|lie|trap|myth))"
-)
-_CLAUSE = r"\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=$]+){0,7}"
-_DENIED_BEFORE = re.compile(
-    r"(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard|rules? out"
-    r"|exclude|disregard|ignore|wrongly|mistakenly|nowhere near"
-    r"|ruled out|eliminate|differ(?:s|ent)? from)|n't"
-    r"|\b(?:other|rather) than"
-    r"|\binstead of|\b(?:any|no|every)thing but|\ball but)"
-    rf"\b(?:\s+(?!{_BUT}\b)[A-Za-z]+){{0,4}}|\\neq?|\\not\s*=|\u2260|(?<!or )\b{_FALSE}\s*:"
-    rf"|(?<!not )(?<!n't )\b{_NOT_TRUE} (?:that|(?<!possible )to [a-z]+|for(?=[^.,;]* (?:be|equal)\b)){_CLAUSE}"
-    rf"|\b(?:an?|the|one) (?:\w+ )?{_FALSE} (?:answer|value|result|solution|guess|choice) (?:is|was|\w+ be)\b"
-    r"|\b(?:no|nobody|none)\b(?: \w+){0,3} (?:should|would)(?: [a-z]+){1,2}"
-    r"|(?<!no )(?<!a )(?<!without )\bdoubt(?: [a-z]+){0,4})"
-    r"[\s$(\[*\\]*$",
-    re.IGNORECASE,
-)
-_IS = r"(?:(?:is|was|would be|seems|turns out to be|must be)\s+|(?<=\w)'s\s+)"
-_DENIED_BEHIND = re.compile(
-    r"[\s$)\]*\\,;\u2014-]*(?:(?:but|though|although|however|yet|and|which|that|it|no|wait)\b,?\s*){0,4}"
-    rf"(?:{_IS}(?:not (?:the|an?|my|our|it|what)\b|(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b))"
-    r"|(?:cannot be|can't be|isn't)\s+(?:the|right|correct|it)\b|\(?(?:wrong|incorrect)\b|\?\s*(?:no|not|wrong)\b"
-    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy)\b|fails\b"
-    r"|or (?:more|less|fewer|higher|greater)\b)"
-    # after a comma, and in the next sentence
-    rf"|[^.!?\n]{{0,60}}?\b(?:but|yet|though|although|however),? (?:it|th(?:at|is)|which)\s*{_IS}{_NOT_TRUE}\b"
-    r"(?!\s+(?:to|that|for)\b)"
-    rf"|[\s$)\]*\\.!;,\u2014-]*(?:but |no,? |wait,? |oh,? )*th(?:at|is)(?: answer| value| result)?\s*{_IS}{_NOT_TRUE}\b"
-    r"(?!\s+(?:to|that|for)\b)",
-    re.IGNORECASE,
-)
-# The box is part of a formula that has another value. In "3 times [box] = 15", it fills in an equation and counts.
-_CHANGED_BEFORE = re.compile(
-    r"(?:\d|(?:(?<!-)-|[\w)}]\s*\\(?:cdot|times|div)\s*|\\(?:sqrt(?:\[\d+\])?|[cdt]?frac(?:\s*\{[^{}]*\})?)\s*\{\s*|\\(?:log|ln|sin|cos|tan)\s*"
-    r"|\$[^$=]*[\w)}]\s*[+/]\s*"
-    r"|\b(?:answer|value|result) is (?:minus|half of|twice|(?:at|more|less|greater|fewer) (?:least|most|than)) )\$?)$"
-)
-_CHANGED_BEHIND = re.compile(
-    r"\s*\^\s*\{?\s*-?\d"
-    r"|(?:!|\d|[xyz]\b|\\(?:pi|sqrt|[cdt]?frac|log|ln|sin|cos|tan)(?![A-Za-z])"
-    r"|[ ]*(?:[-+*/]|\\(?:cdot|times|div)(?![A-Za-z])) *(?:\d|\\boxed\{[^{}]*\}))[^$=\\\n]*(?:\$|\\[)\]])"
-)
-_FILLED_IN = re.compile(r"\s*\}?\s*=")
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -109,7 +64,8 @@ def marked_answer(text: str, marker: Marker) -> str | None:
     """
     if marker == "any":
         tagged, boxed = last_tagged(text), last_boxed(text)
-        return tagged if tagged is not None else boxed or last_hash(text) or boxed
+        hashed = last_hash(text)
+        return tagged if tagged is not None else boxed or (boxed if hashed is None else hashed)
     return {"answer": last_tagged, "boxed": last_boxed, "hash": last_hash, "line": last_line}[marker](text)
 
 
@@ -143,18 +99,13 @@ def last_boxed(text: str) -> str | None:
             if box is not None:
                 boxes = [inner for inner in boxes[-8:] if inner[0] < box[0]]
                 boxes.append((box[0], token.end(), text[box[1] : token.start()].strip()))
-    asserted = [box for box in boxes if not _denied(text, *box[:2])]
+    if boxes and (number := stated_anew(text, *boxes[-1][1:])):
+        return number
+    asserted = [(*box[:2], in_context(text, *box)) for box in boxes if not is_denied(text, *box)]
     if boxes:
         return joined(text, asserted, _BETWEEN_BOXES) if asserted else ""
     bare = _BARE_BOX.findall(text)
     return bare[-1] if bare else None
-
-
-def _denied(text: str, start: int, end: int) -> bool:
-    before = text[max(0, start - 100) : start]
-    if not _FILLED_IN.match(text, end) and (_CHANGED_BEFORE.search(before) or _CHANGED_BEHIND.match(text, end)):
-        return True
-    return _DENIED_BEFORE.search(before) is not None or _DENIED_BEHIND.match(text[end : end + 100]) is not None
 
 
 def seen(text: str) -> str:
@@ -202,7 +153,7 @@ def last_hash(text: str) -> str | None:
             end = text.find("\n", start)
             end = len(text) if end < 0 else end
             answer = text[start:end].strip()
-    return answer
+    return "" if answer and is_withdrawn("", text[end:], answer) else answer
 
 
 def _is_heading(line: str) -> bool:

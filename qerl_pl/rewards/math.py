@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from qerl_pl.common.checks import shortened
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import Marker, last_boxed, marked_answer, seen
+from qerl_pl.rewards.context import is_denied
 from qerl_pl.rewards.numbers import MAX_ANSWER, NOTES, Number, last_number, leading_number, parse_number
 from qerl_pl.rewards.quantities import in_one_unit
 from qerl_pl.rewards.thoughts import assistant_turn
@@ -195,7 +196,10 @@ def _unmarked_number(text: str) -> Number | None:
     stated = stated_answer(text)
     if stated and re.search(r"\d", stated):
         return parse_number(stated) or leading_number(stated)
-    return (parse_number(stated) if stated else None) or last_number(final_part(text))
+    text = final_part(text)
+    number = (parse_number(stated) if stated else None) or last_number(text)
+    spots = [*re.finditer(r"\d[\d,.]*\d|\d", text)][-1:]
+    return None if any(is_denied(text, spot.start(), spot.end(), spot[0]) for spot in spots) else number
 
 
 def _bare(span: str) -> str:

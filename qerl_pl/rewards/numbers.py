@@ -231,7 +231,9 @@ def _adds_nothing(rest: str, number: Number) -> bool:
     aside = _ASIDE_AT_END.search(rest)
     if aside:
         again = parse_number(re.sub(r"^\s*or\s", "", aside[1]))
-        if again is None and (denies(aside[1]) or not aside[0][0].isspace()):
+        if again is None and (
+            denies(re.sub(r"^not (?:counting|including) ", "", aside[1])) or not aside[0][0].isspace()
+        ):
             return False
         if again is not None and not again.equals(number, sign_may_miss=True):
             return False

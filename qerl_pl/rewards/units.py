@@ -98,6 +98,7 @@ def names_unit(words: str) -> bool:
     """Tell whether the words directly behind a number only name its unit or the things that are counted, as "km/h",
     "years old", "apples a day" and "in total" do; True if there are no words."""
     words = re.sub(r"(?<=[A-Za-z])\s*\^\s*\{?\s*-?\d\s*\}?|(?<=[A-Za-z])[23]\b", "", words)
+    words = re.sub(r"\b(?:is|are|were) (?=left\b|remaining\b|in total\b)", "", words)
     words = words.replace("/", " per ").strip(" .,;:*\"'-")
     tokens = re.findall(r"[^\s-]+", words)
     lower = [token.lower().rstrip(".,!") for token in tokens]

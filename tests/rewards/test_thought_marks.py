@@ -66,7 +66,7 @@ def test_an_answer_within_thoughts_does_not_count_and_one_after_them_does(family
     assert score(f"{opens}is it \\boxed{{4}}? not sure{closes}I cannot say.") == 0
     assert score(f"{opens}perhaps \\boxed{{4}}") == 0, "the completion was cut off within its thoughts"
     assert score(f"{opens}or \\boxed{{5}}?{closes}It is \\boxed{{4}}.") == 1
-    assert score(f"is it \\boxed{{4}}?{closes}I cannot say.") == (family in ONLY_OPENED)
+    assert score(f"it is \\boxed{{4}}{closes}I cannot say.") == (family in ONLY_OPENED)
     assert final_part(f"{opens}4") == ""
     assert final_part(f"{opens}4{closes}5") == after_thoughts(f"{opens}4{closes}5") == "5"
     turn = in_one_form(f"{opens}The answer is 6.\nQuestion: is it?\nNo.{closes}The answer is 5.")
