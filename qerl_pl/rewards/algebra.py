@@ -36,6 +36,10 @@ MAX_PARSED_BITS = 2**22  # bits; a text with a larger power or factorial is not 
 _POWER = re.compile(
     r"(?P<base>\d+)[)}\s]*(?:(?P<factorial>!)|\^\s*(?:(?P<digit>\d)|[{(\s]+(?P<exponent>\d+)\s*[)}][)}\s]*))"
 )
+# Matches a bracket that begins with a sum, difference, product or quotient of two whole numbers.
+_SUM = re.compile(
+    r"([({])[\s(]*(\d+)[\s)]*([-+*/]|\\(?:cdot|times|div)(?![A-Za-z]))[\s(]*(\d+)\s*\)*?(?=\s*(?:[-+*/)}]|\\))"
+)
 RELATION = re.compile(r"<|>|\\leq|\\geq|\\neq")
 _SAME_RATIO = 1e-6  # two quotients, computed to 15 digits, are different if their relative difference is larger
 # ``is_decimal_of`` accepts a rounded decimal only for a value with infinitely many decimals. An irrational number that
@@ -243,16 +247,22 @@ def _solution_set(text: str) -> Set | None:
 
 def _is_huge(text: str) -> bool:
     """Tell whether a text has a power or factorial of whole numbers, such as ``9^{9^9}``, that sympy could not compute
-    in a second; sympy computes them while it parses. For this test, inner powers are replaced by their values, and
-    values of 128 or more bits by 2^128, because no power with so large an exponent can be computed."""
-    while power := _POWER.search(text):
+    in a second; sympy computes them while it parses. For this test, inner powers are replaced by their values, those
+    of 128 or more bits by 2^128, because no power with so large an exponent can be computed, and calculations in
+    brackets such as ``(9^9 - 1)`` by numbers that are not smaller."""
+    while (part := _SUM.search(text)) or (power := _POWER.search(text)):
+        if part:
+            first, second = int(part[2]), int(part[4])
+            value = first if part[3] in ("-", "/") else first + second if part[3] == "+" else first * second
+            text = f"{text[: part.start()]}{part[1]}{min(value, 2**128)}{text[part.end() :]}"
+            continue
         base, exponent = int(power["base"]), int(power["exponent"] or power["digit"] or 0)
         bits = 0 if base < 2 else base.bit_length() * (base if power["factorial"] else exponent)
         if bits > MAX_PARSED_BITS:
             return True
         value = 2**128 if bits >= 128 else math.factorial(base) if power["factorial"] else base**exponent
         text = f"{text[: power.start()]}({value}){text[power.end() :]}"
-    return False
+    return re.search(r"\^[{(\s]*\d{39}", text) is not None  # of another base, such as e
 
 
 def _parse(text: str) -> Any:

@@ -261,3 +261,12 @@ print("SCORE", reward([Prompt((1,), r"\\frac{1}{2}")], [completion]))
 def test_memory_of_the_parent_is_not_held_against_a_row():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert "SCORE [1.0]" in done.stdout
+
+
+@pytest.mark.parametrize("tower", [r"((3!)!)!", r"(((3!)!)!)!", r"((3!)!\cdot 1000)!", r"(10^6-1)!", r"\pi^{(8!)!}"])
+def test_towers_of_factorials_are_measured_before_they_are_computed(tower):
+    verifier = Verifier(num_workers=1, time_limit=0.9)
+    verdicts = verifier.judge([("5", tower), (tower, "5"), ("((3!)!)!", "720!")])
+    verifier.close()
+    assert [verdict.score for verdict in verdicts[::2]] == [0.0, 1.0]
+    assert not [verdict for verdict in verdicts if "took more than" in verdict.reason]
