@@ -84,8 +84,9 @@ def last_boxed(text: str) -> str | None:
     """Return the content of the last closed ``\\boxed{...}``, of nested boxes the outermost; None if there is none.
 
     If the last boxes are separated only by ``,``, ``and`` or ``or``, they are returned as one answer with several
-    values. A box does not count if its sentence denies it ("The answer is not ...") or if the formula around it has
-    another value (a minus before it, a power of it); if no box counts, the result is the empty string.
+    values. A box does not count if the text around it denies it ("The answer is not ...") or makes it a bound or a part
+    of a calculation; if no box counts, the result is the empty string. A box in a formula of another value, such as
+    ``-\\boxed{5}``, is returned with the formula, and one before a unit with the unit (see ``context.py``).
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
@@ -153,6 +154,8 @@ def last_hash(text: str) -> str | None:
             end = text.find("\n", start)
             end = len(text) if end < 0 else end
             answer = text[start:end].strip()
+    if answer and (number := stated_anew(text, end, answer)):
+        return number
     return "" if answer and is_withdrawn("", text[end:], answer) else answer
 
 

@@ -11,10 +11,12 @@ from qerl_pl.rewards.units import unit_of
 _BEFORE, _BEHIND = 120, 300  # numbers of characters in front of and behind an answer that are read
 _NUMBER = r"-?(?:\d[\d,./]*\d|\d)"
 _NOISE = re.compile(r"\\[()\[\] ,;!]|(?<!\\)\$|[*\"~{}\u201c\u201d]|\\(?:q?quad|text|mathrm|mbox)(?![A-Za-z])")
-_FALSE = r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|erroneous|inaccurate|nonsense|off by)"
+_FALSE = (
+    r"(?:wrong|incorrect|false|untrue|invalid|impossible|mistaken|absurd|erroneous|inaccurate|nonsense|flawed|off by)"
+)
 _NOT_TRUE = (
-    rf"(?:{_FALSE}|not (?:true|right|correct|valid|the case|possible)|ruled out|excluded|rejected"
-    r"|an? (?:\w+ )?(?:mistake|misprint|error|lie|trap|myth))"
+    rf"(?:{_FALSE}|not (?:an? )?(?:true|right|correct|valid|the case|possible)|ruled out|excluded|rejected"
+    r"|an? (?:\w+ )?(?:mistake|misprint|slip|typo|error|lie|trap|myth))"
 )
 # Matches a claim that a denial governs ("that the answer is"), with at most seven words.
 _CLAUSE = r"\b(?:\s+(?!(?:but|so|then|hence|thus|because|since)\b)[A-Za-z=]+){0,7}"
@@ -29,7 +31,7 @@ _DENIED_BEFORE = re.compile(
     rf"|for(?=[^.,;]* (?:be|equal)\b)){_CLAUSE}|(?:\b(?:not|never|cannot|no|nobody|nothing|whether)\b|n't\b)"
     r"(?:\s+(?!hard|difficult|doubt|surpris|wonder|coincid|obvious|clear|trivial|immediate|question|secret|so\b|but\b"
     rf"|{_FALSE})[A-Za-z]+){{0,5}}? (?:that|think|believe|say|whether){_CLAUSE}"
-    rf"|\b(?:an?|the|one) (?:\w+ )?{_FALSE} (?:answer|value|result|solution|guess|choice) (?:is|was|\w+ be)\b"
+    rf"|\b(?:an?|the|one) (?:\w+ )?{_FALSE} (?:answer|value|result|solution|guess|estimate|choice) (?:is|was|\w+ be)\b"
     r"|\b(?:no|nobody|none)\b(?: \w+){0,3} (?:should|would)(?: [a-z]+){1,2}"
     r"|(?<!no )(?<!a )(?<!without )\bdoubt(?: [a-z]+){0,4}"
     r"|(?:^|[.!?]\s|\n)\s*(?:suppos\w+|assum\w+|try(?:ing)?|imagine|only (?:for|if|when|in))\b[^,.:;!?\n]{0,60})"
@@ -38,15 +40,18 @@ _DENIED_BEFORE = re.compile(
 # Matches text that makes the answer behind it a bound or a part of a calculation. In a condition, a bound is an answer:
 # "f is increasing if x is greater than 5".
 _PART_BEFORE = re.compile(
-    r"(?i)(?:(?<!no more )(?<!no less )(?<!no fewer )\bthan|(?<!\\)\b(?:exceeds|contradicts|twice|half(?: of)?|double|triple"
-    r"|minus|plus|times|answer is at (?:least|most)|the (?:negative|opposite|reciprocal|inverse|square|cube|\w+ root|logarithm|complement) of)"
+    r"(?i)(?:(?<!no more )(?<!no less )(?<!no fewer )\bthan|(?<!\\)\b(?:exceeds|contradicts|twice|half(?: of)?|triple"
+    r"|double(?: the)?|minus|plus|times|answer is at (?:least|most)|(?:digits?|divisors?|factors?|multiples?) of"
+    r"|the (?:negative|opposite|reciprocal|inverse|square|cube|\w+ root|logarithm|complement) of"
+    rf"|(?:closest|nearest) to|(?:subtract|add|take)\w* {_NUMBER} (?:from|to))"
     rf"|\b(?:between|(?:any|some)where from) {_NUMBER} (?:and|to)) $"
 )
-_CONDITION = re.compile(r"\b(?:if|when\w*|where|for)\b[^.,;]*$", re.IGNORECASE)
+_CONDITION = re.compile(r"\b(?:if|when\w*|where|for|provided)\b[^.,;]*$", re.IGNORECASE)
 _OTHER_CASE = re.compile(rf"[,;.] (?:\w+ )?(?:if|for|when)\b[^.\n]{{0,40}}(?:\bis|\bget|\bgives?|=) {_NUMBER}", re.I)
 # Matches text that makes the answer before it a question, a bound, a part of a calculation or one of two cases.
 _PART_BEHIND = re.compile(
-    r"(?i)[\s)\]]*(?:\?|would\b|or (?:more|less|fewer|higher|greater)\b|,? ?or (?:maybe|perhaps)\b(?![^.\n]*\\boxed)"
+    r"(?i)[\s)\]]*(?:\?|would\b|or (?:so|more|less|fewer|higher|greater)\b|up to an?\b"
+    r"|,? ?(?:(?:or )?(?:maybe|perhaps)|or is)\b(?![^.\n]*\\boxed)|does(?: not|n't)\b"
     r"|but (?:at|no|not) (?:most|more|less)\b|squared\b|cubed\b|factorial\b|(?:minus|plus|(?:divided|multiplied) by)\b"
     rf"|(?:times|x|(?:less|more|fewer) than) {_NUMBER}|unless\b|[^.\n]{{0,60}}(?<!since )(?<!because )\botherwise\b"
     rf"|(?:if|when|for)\b[^.\n]{{0,60}}?\b(?:and|but|or) {_NUMBER} (?:if|when|for|from)\b)"
@@ -57,27 +62,28 @@ _ERRS = re.compile(
     rf"(?i)^(?:[\s,]*(?:and|but|which|that|it)\b)*\s*{_IS}not (?:the|an?|my|our|it|what)\b"
     rf"|{_IS}(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b)"
     r"|(?:can(?:not|'t) be|isn't|wasn't) (?:the|right|correct|true|it)\b|(?:^|but|yet)[\s(,-]*(?:wrong|incorrect)\b"
-    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy)\b|^ *fails\b"
+    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy|match)\b|^ *fails\b"
     r"|(?<!n't )(?<!not )\b(?:forgets?|forgot|mis(?:read|counts?|counted)|over(?:counts?|looks?)|neglects?|disagree"
-    r"|double[- ]counts?|too (?:large|small|big|high|low|many|few)|neither (?:is|was|of|works)|should(?:n't)? have)\b"
+    r"|double[- ]counts?|too (?:large|small|big|high|low|many|few)(?! to)|violates?|contradict\w*|no (?:solution|such)"
+    r"|neither (?:is|was|of|works)|should(?:n't)? have)\b"
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?;:\u2014])\s+|\n+")
 _REASON = re.compile(r"\b(?:because|since|as|although|though)\b|[,(] (?:not|where)\b")
 _CONTRAST = re.compile(r"\b(?:but|yet|though|although|however|unfortunately)\b,? ?|(?:it|s?he|they) \w+n't\b", re.I)
-_POINTS_BACK = re.compile(r"(?:it(?! would be)|th(?:is|at|ese|ose)|I)\b", re.I)
+_POINTS_BACK = re.compile(r"(?:it(?! would be| may| might)|th(?:is|at|ese|ose)|I)\b", re.I)
 _SUBJECT = re.compile(r"(?:\w+,? )?(?:it|this|that|I|we|s?he|they)\b", re.I)
 # Matches words of a claim that may be another's, may be uncertain, or holds for another case.
 _WEAK = re.compile(
-    r"(?i)\b(?:would have|might|may|could|tempt\w*|guess\w*|perhaps|maybe|claims?|says?|said|writes?|wrote|thinks?|thought"
-    r"|believes?|students?|at (?:least|most)|naive\w*|at first|initially)\b[^.!?\n]*$"
+    r"(?i)\b(?:would have|might|tempt\w*|guess\w*|perhaps|maybe|claims?|says?|said|writes?|wrote|thinks?"
+    r"|thought|believes?|students?|at (?:least|most)|naive\w*|at first|initially)\b[^.!?\n]*$"
 )
 _CORRECTION = re.compile(
-    r"(?i)(?:(?:no,? |but )?(?:hmm+|wait|oops|oh|actually|correction|sorry|hold on|on second thought|let me re\w+)"
-    r"|no,|I made)(?!\w)"
+    r"(?i)(?:(?:no,? |but )?(?:hmm+|wait|oops|oh|actually|correction|sorry|hold on|on second thought|scratch|edit)|no,"
+    r"|let me re\w+|I made|I take)(?!\w)"
 )
 # Matches a number that is stated as the answer in words, and further numbers that a text adds to an answer.
 _STATED = re.compile(
-    r"(?i)(?:\b(?:answer|(?:correct|right|true|actual|real) \w+)(?: is| should be|:)"
+    r"(?i)(?:\b(?:answer|(?:correct|right|true|actual) \w+)(?: is| should be|:)"
     rf"|\b(?:it|th(?:is|at)|which) should (?:be|have been)) ({_NUMBER})"
 )
 _MORE = re.compile(
@@ -85,20 +91,22 @@ _MORE = re.compile(
     rf"|[^.\n]{{0,20}}?\b(?:and|or|but|though) (?:[a-z]\s*=\s*)?{_NUMBER},? "
     r"(?:works?|fits|as well|too|(?:is|are) (?:also|just as|equally|an?|another))\b"
 )
-_SCALE = r"(?:(?:dozen|hundred|thousand|[mbtr]+illion|halve|third|fourth|fifth|eighth)s?(?![\w-])|and (?:a|one) (?:half|third|quarter))"
-_AMOUNTS = re.compile(
-    r"[A-Za-z]+(?:,? (?:and )?\d+ [A-Za-z ]+)?(?! *[\w/])|[A-Za-z /^]+"
-)  # the first matches "feet 4 inches"
+_SCALE = re.compile(
+    r" ?(?:(?:dozen|gross|hundred|thousand|[mbtr]+illion|halve|third|fourth|fifth|eighth)s?(?![\w-])"
+    r"|and (?:a|one) (?:half|third|quarter)\b)"
+)
+# The first alternative matches "feet 4 inches".
+_AMOUNTS = re.compile(r"[A-Za-z]+(?:,? (?:and )?\d+ [A-Za-z ]+)?(?! *[\w/])|[A-Za-z /^]+")
 # What ends the part of a formula around a box, and what in this part gives the box another value.
 _VALUE = r"(?:boxed|pi|sqrt|[cdt]?frac|cdot|times|div|circ|log|ln|sin|cos|tan)(?![A-Za-z])"
 _PART_END = re.compile(rf"[=<>,;&_%$\n]|\\(?!{_VALUE})(?:[A-Za-z]+|.)|(?<![\\A-Za-z])[A-Za-z]{{2,}}")
 _OPERATOR_BEFORE = re.compile(
-    r"(?:(?<!-)-|\d|[\w)}]\s*[+*/]\s*|\}\s*:\s*|\^\s*\{?|\\(?:cdot|times|div|log|ln|sin|cos|tan)\s*"
+    r"(?:(?<!-)-|\d|(?<![A-Za-z])[A-Za-z]|[\w)}]\s*[+*/]\s*|\}\s*:\s*|\^\s*\{?|\\(?:cdot|times|div|log|ln|sin|cos|tan)\s*"
     r"|\\(?:sqrt(?:\[\d+\])?|[cdt]?frac(?:\s*\{(?:[^{}]|\{[^{}]*\})*\})?)\s*\{\s*)$"
 )
 _OPERATOR_BEHIND = re.compile(
     rf"\d|\s*(?:\^\s*\{{?\s*(?:-?\d|\\|[a-z]\b)|:\s*\\boxed|\\(?!boxed){_VALUE})"
-    r"|(?:!|[xyz]\b|\s*[-+*/]\s*[\d\\])(?=[^$=\n]*(?:\$|\\[)\]]))"
+    r"|(?:!|[A-Za-z]\b|\s*[-+*/]\s*[\d\\])(?=[^$=\n]*(?:\$|\\[)\]]))"
 )
 _FILLED_IN = re.compile(r"(?<![\w^.+*/-])[\d.]+\s*=[^=]*$")  # "15 = 3 times [box]"
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{([^{}]*)\}")
@@ -147,19 +155,19 @@ def in_context(text: str, start: int, end: int, content: str) -> str:
     changes, stop = _OPERATOR_BEFORE.search(left) or _OPERATOR_BEHIND.match(right), _PART_END.search(right)
     if changes and "=" not in content and not (stop and stop[0] == "=") and not _FILLED_IN.search(before):
         left, right = (_BOX.sub(r"\1", side) for side in (left, right[: stop.start()] if stop else right))
-        touches = re.search(r"[\w)}-]\s*$", left) or re.match(r"\s*\d", right)
-        bare = re.fullmatch(r"-?[\d.,]+|[A-Za-z]", content) and not touches
+        touches = re.search(r"[\w)}]\s*$", left) or re.match(r"\s*\d", right)
+        bare = re.fullmatch(r"[\d.,]+|[A-Za-z]", content) and not touches
         return f"{left}{content if bare else f'({content})'}{right}".strip(" .")
     behind = _plain(text[end : end + _BEHIND])
     more = _MORE.match(behind)
     values = re.findall(_NUMBER, more[0]) if more else []
     if values and exact_number(content) != exact_number(values[-1]):
         return ", ".join([content, *values])
-    scale, amount = re.match(f" ?({_SCALE})", behind), _AMOUNTS.match(behind.strip())
+    scale, amount = _SCALE.match(behind), _AMOUNTS.match(behind.strip())
     words = re.split(r",? (?:and )?\d+ ", amount[0].strip()) if amount else []
     units = [unit_of(part) for part in words]
     same = units and units[0] and all(unit and unit.per(units[0]) for unit in units)
-    return f"{content} {scale[1] if scale else amount[0] if amount and same else ''}".strip()
+    return f"{content} {scale[0].strip() if scale else amount[0] if amount and same else ''}".strip()
 
 
 def _plain(text: str) -> str:

@@ -165,6 +165,25 @@ def test_a_box_within_a_formula_of_another_value_is_no_answer(text):
 
 
 @pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"$-\boxed{5}$", "-5"),
+        (r"$x = \boxed{5}\pi$.", r"5\pi"),
+        (r"$\frac{\boxed{3}}{\boxed{8}}$", r"\frac{3}{8}"),
+        (r"$\boxed{x+1}^2$", "(x+1)^2"),
+        (r"The ratio is $\boxed{3}:\boxed{4}$.", "3:4"),
+        (r"It takes \boxed{2} hours and 30 minutes.", "2 hours and 30 minutes"),
+        (r"He sold $\boxed{5}$ dozen eggs.", "5 dozen"),
+        (r"He sold \boxed{5} boxes and 3 bags.", "5"),
+        (r"The roots are $\boxed{4}$ and $6$.", "4, 6"),
+        (r"It is \boxed{18}. Sorry, the correct answer is 16.", "16"),
+    ],
+)
+def test_a_box_is_read_with_the_formula_and_the_amounts_around_it(text, answer):
+    assert last_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
     "text",
     [
         r"- \boxed{5}",
