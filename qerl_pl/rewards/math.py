@@ -99,7 +99,8 @@ class MathAnswer:
 
     Only the marked answer is compared, and text that a model writes after the end of its turn, such as a further
     question, is not read. With the default marker, the answer is the text in ``<answer>`` tags, else the last box,
-    else what follows ``####``.
+    else what follows ``####``. A box is read with the formula and the unit around it, and is no answer if the text
+    around it denies it (``context.py``).
     Numbers, expressions, sets, intervals, points, matrices, equations, lists of values, choices and words are compared
     in LaTeX and in plain form. The known answer may be a whole solution that ends in a box or in ``####``.
 
