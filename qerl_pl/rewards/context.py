@@ -40,8 +40,8 @@ _DENIED_BEFORE = re.compile(
 # Matches text that makes the answer behind it a bound or a part of a calculation. In a condition, a bound is an answer:
 # "f is increasing if x is greater than 5".
 _PART_BEFORE = re.compile(
-    r"(?i)(?:(?<!no more )(?<!no less )(?<!no fewer )\bthan|(?<!\\)\b(?:exceeds|contradicts|twice|half(?: of)?|triple"
-    r"|double(?: the)?|minus|plus|times|answer is at (?:least|most)|(?:digits?|divisors?|factors?|multiples?) of"
+    r"(?i)(?:(?<!no more )(?<!no less )(?<!no fewer )\bthan|(?<!\\)\b(?:exceeds|contradicts|twice|half(?: of)?"
+    r"|nor|triple|double(?: the)?|minus|plus|times|answer is at (?:least|most)|(?:digits?|divisors?|factors?|multiples?) of"
     r"|the (?:negative|opposite|reciprocal|inverse|square|cube|\w+ root|logarithm|complement) of"
     rf"|(?:closest|nearest) to|(?:subtract|add|take)\w* {_NUMBER} (?:from|to))"
     rf"|\b(?:between|(?:any|some)where from) {_NUMBER} (?:and|to)) $"
@@ -59,10 +59,11 @@ _PART_BEHIND = re.compile(
 _IS = r"(?:(?:is|was|would be|seems|turns out to be|must be|can(?:not|'t)? be|isn't)\s+|(?<=\w)'s\s+)"
 # Matches what a text behind a wrong answer says of it, or of who found it.
 _ERRS = re.compile(
-    rf"(?i)^(?:[\s,]*(?:and|but|which|that|it)\b)*\s*{_IS}not (?:the|an?|my|our|it|what)\b"
+    rf"(?i)^(?:[\s,]*(?:and|but|which|that|it)\b)*\s*{_IS}(?:extraneous|not (?:the|an?|my|our|it|what))\b"
     rf"|{_IS}(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b)"
     r"|(?:can(?:not|'t) be|isn't|wasn't) (?:the|right|correct|true|it)\b|(?:^|but|yet)[\s(,-]*(?:wrong|incorrect)\b"
-    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy|match)\b|^ *fails\b"
+    r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy|match)\b"
+    r"|^(?:,? (?:which|but|it))? *fails\b"
     r"|(?<!n't )(?<!not )\b(?:forgets?|forgot|mis(?:read|counts?|counted)|over(?:counts?|looks?)|neglects?|disagree"
     r"|double[- ]counts?|too (?:large|small|big|high|low|many|few)(?! to)|violates?|contradict\w*|no (?:solution|such)"
     r"|neither (?:is|was|of|works)|should(?:n't)? have)\b"
