@@ -41,7 +41,8 @@ _DENIED_BEFORE = re.compile(
 # "f is increasing if x is greater than 5".
 _PART_BEFORE = re.compile(
     r"(?i)(?:(?<!no more )(?<!no less )(?<!no fewer )\bthan|(?<!\\)\b(?:exceeds|contradicts|twice|half(?: of)?"
-    r"|nor|triple|double(?: the)?|minus|plus|times|answer is at (?:least|most)|(?:digits?|divisors?|factors?|multiples?) of"
+    r"|nor|triple|double(?: the)?|minus|plus|times|answer is at (?:least|most)"
+    r"|(?:digits?|divisors?|factors?|multiples?) of"
     r"|the (?:negative|opposite|reciprocal|inverse|square|cube|\w+ root|logarithm|complement) of"
     rf"|(?:closest|nearest) to|(?:subtract|add|take)\w* {_NUMBER} (?:from|to))"
     rf"|\b(?:between|(?:any|some)where from) {_NUMBER} (?:and|to)) $"
@@ -120,13 +121,14 @@ def is_denied(text: str, start: int, end: int, answer: str) -> bool:
     is_part = _OTHER_CASE.match(behind) if _CONDITION.search(before) else _PART_BEFORE.search(before)
     if is_part or _DENIED_BEFORE.search(before) or _PART_BEHIND.match(behind):
         return True
-    return is_withdrawn(before, behind, answer)
+    return is_withdrawn(before, text[end:], answer)
 
 
 def is_withdrawn(before: str, behind: str, answer: str) -> bool:
     """Tell whether the text behind an answer takes it back with a contrast, the name of an error, or a correction that
-    does not lead to the same answer."""
-    own, *later = _SENTENCE_END.split(_plain(behind[:_BEHIND]))
+    does not lead to the same answer. Of a long text, the middle is not read."""
+    behind = behind if len(behind) <= 2 * _BEHIND else f"{behind[:_BEHIND]}\n{behind[-_BEHIND:]}"
+    own, *later = _SENTENCE_END.split(_plain(behind))
     following = next(filter(re.compile(r"\w").search, later), "")
     weak = _WEAK.search(before)
     contrasts = [*_CONTRAST.finditer(own), *filter(None, [_CONTRAST.match(following)])]

@@ -205,3 +205,10 @@ def test_a_box_is_read_with_the_formula_and_the_amounts_around_it(text, answer):
 )
 def test_a_box_beside_marks_that_leave_its_value_is_the_answer(text):
     assert last_boxed(text) == "5"
+
+
+@pytest.mark.parametrize("value", ["5", "6"])
+def test_a_correction_counts_unless_the_text_ends_with_the_same_answer(value):
+    check = "Wait, let me check this once more. " + "We add the two numbers again. " * 40
+    text = f"So it is $\\boxed{{5}}$. {check}So it is ${value}$."
+    assert last_boxed(text) == ("5" if value == "5" else "")
