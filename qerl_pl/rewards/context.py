@@ -94,7 +94,7 @@ _MORE = re.compile(
     r"(?:works?|fits|as well|too|(?:is|are) (?:also|just as|equally|an?|another))\b"
 )
 _SCALE = re.compile(
-    r" ?(?:(?:dozen|gross|hundred|thousand|[mbtr]+illion|halve|third|fourth|fifth|eighth)s?(?![\w-])"
+    r" ?(?:(?:(?:dozen|gross|hundred|thousand|[mbtr]+illion)s?|(?:halve|third|fourth|fifth|eighth)s)(?![\w-])"
     r"|and (?:a|one) (?:half|third|quarter)\b)"
 )
 # The first alternative matches "feet 4 inches".

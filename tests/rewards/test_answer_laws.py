@@ -175,6 +175,7 @@ def test_a_box_within_a_formula_of_another_value_is_no_answer(text):
         (r"It takes \boxed{2} hours and 30 minutes.", "2 hours and 30 minutes"),
         (r"He sold $\boxed{5}$ dozen eggs.", "5 dozen"),
         (r"He sold \boxed{5} boxes and 3 bags.", "5"),
+        (r"There are \boxed{5} third graders.", "5"),
         (r"The roots are $\boxed{4}$ and $6$.", "4, 6"),
         (r"It is \boxed{18}. Sorry, the correct answer is 16.", "16"),
     ],
