@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.files import write_whole
 from qerl_pl.module import QeRLModule
 from qerl_pl.rollout.loop import Rollout
+from qerl_pl.training.terms import mini_batches
 
 
 class GradientGuard(Callback):
@@ -26,10 +28,10 @@ class GradientGuard(Callback):
     run's folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps whose gradient
     is 0 are neither checked nor compared with.
 
-    An optimizer step on a rollout with a signal is only compared with steps on such rollouts, and one on a rollout
-    without a signal only with steps on those. In a rollout without a signal, all completions of each prompt earned the
-    same reward; only terms of the loss such as the KL divergence or the entropy then have a gradient, which may be
-    hundreds of times smaller than that of the rewards.
+    An optimizer step on a mini-batch with a signal is only compared with steps on such mini-batches, and one on a
+    mini-batch without a signal only with steps on those. In a mini-batch without a signal, all completions of each
+    prompt earned the same reward; only terms of the loss such as the KL divergence or the entropy then have a gradient,
+    which may be hundreds of times smaller than that of the rewards.
 
     Args:
         max_ratio: the run stops if the gradient norm before clipping exceeds its median over recent steps by this
@@ -51,9 +53,9 @@ class GradientGuard(Callback):
         if not 1 <= min_steps <= window:
             raise ValueError(f"min_steps is {min_steps} and window is {window}; expected 1 <= min_steps <= window")
         self.max_ratio, self.window, self.min_steps = max_ratio, window, min_steps
-        self._norms: dict[bool, list[float]] = {True: [], False: []}  # by whether the rollout had a signal
+        self._norms: dict[bool, list[float]] = {True: [], False: []}  # by whether the mini-batch had a signal
         self._rollout: Rollout | None = None
-        self._has_signal = False
+        self._have_signal: list[bool] = []  # for each mini-batch of the rollout, over all ranks
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -65,7 +67,7 @@ class GradientGuard(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        pl_module.loop.observers.append(self._after_rollout)
+        pl_module.loop.observers.append(partial(self._after_rollout, pl_module))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: QeRLModule, optimizer: Optimizer) -> None:
@@ -73,10 +75,11 @@ class GradientGuard(Callback):
         norm = pl_module.grad_norm.item()
         if norm == 0:
             return
-        norms = self._norms[self._has_signal]
+        has_signal = self._have_signal[trainer.global_step % len(self._have_signal)]
+        norms = self._norms[has_signal]
         usual = statistics.median(norms) if len(norms) >= self.min_steps else math.inf
         if math.isfinite(norm) and norm <= self.max_ratio * usual:
-            self._norms[self._has_signal] = [*norms, norm][-self.window :]
+            self._norms[has_signal] = [*norms, norm][-self.window :]
             return
         shown = f"{norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}" if math.isfinite(norm) else f"{norm}"
         raise CheckFailed(
@@ -86,9 +89,12 @@ class GradientGuard(Callback):
             "previous.ckpt or best.ckpt with a lower learning rate"
         )
 
-    def _after_rollout(self, rollout: Rollout) -> None:
+    def _after_rollout(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         self._rollout = rollout
-        self._has_signal = any(ranks.gather_values(bool(rollout.chosen.has_signal.any())))
+        has_signal, number = rollout.chosen.has_signal, pl_module.settings.mini_batches
+        of_groups = mini_batches(len(has_signal), number)
+        parts = ranks.gather_values([bool(has_signal[of_groups == index].any()) for index in range(number)])
+        self._have_signal = [any(flags) for flags in zip(*parts, strict=True)]
 
     def _write(self, trainer: Trainer, pl_module: QeRLModule) -> Path:
         assert self._rollout is not None, "the rollout is stored before each update"

@@ -1,5 +1,5 @@
-"""The guard compares a step's gradient with those of earlier steps of the same kind: with a signal, that is, rewards
-that differ within a group, or without one."""
+"""The guard compares a step's gradient with those of earlier steps of the same kind: on a mini-batch with a signal,
+that is, with rewards that differ within a group, or without one."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,20 +17,26 @@ class Steps:
 
     def __init__(self, guard: GradientGuard, folder: Path) -> None:
         self.guard = guard
-        self.trainer: Any = SimpleNamespace(default_root_dir=str(folder), global_rank=0)
-        self.module: Any = SimpleNamespace(loop=SimpleNamespace(observers=[]), rollout_index=0, grad_norm=None)
+        self.trainer: Any = SimpleNamespace(default_root_dir=str(folder), global_rank=0, global_step=0)
+        loop, settings = SimpleNamespace(observers=[]), SimpleNamespace(mini_batches=1)
+        self.module: Any = SimpleNamespace(loop=loop, settings=settings, rollout_index=0, grad_norm=None)
         self.optimizer: Any = None
         guard.on_fit_start(self.trainer, self.module)
 
     def take(self, *norms: float, has_signal: bool) -> None:
-        groups = torch.tensor([False, has_signal, False])
         for norm in norms:
-            rollout = SimpleNamespace(chosen=SimpleNamespace(has_signal=groups, rows=lambda: [{"prompt": "1 + 1"}]))
-            for observe in self.module.loop.observers:
-                observe(rollout)
+            self.update(norm, groups=[False, has_signal, False])
+
+    def update(self, *norms: float, groups: list[bool]) -> None:
+        """Take the optimizer steps on one rollout. ``groups`` says for each of its groups whether it has a signal."""
+        chosen = SimpleNamespace(has_signal=torch.tensor(groups), rows=lambda: [{"prompt": "1 + 1"}])
+        for observe in self.module.loop.observers:
+            observe(SimpleNamespace(chosen=chosen))
+        for norm in norms:
             self.module.grad_norm = torch.tensor(norm)
             self.guard.on_before_optimizer_step(self.trainer, self.module, self.optimizer)
-            self.module.rollout_index += 1
+            self.trainer.global_step += 1
+        self.module.rollout_index += 1
 
 
 @pytest.fixture
@@ -60,6 +66,15 @@ def test_a_larger_gradient_than_those_of_the_same_kind_stops_the_run(steps, has_
 def test_a_gradient_that_is_not_finite_stops_the_run_at_once(steps, has_signal):
     with pytest.raises(CheckFailed, match="is nan"):
         steps.take(float("nan"), has_signal=has_signal)
+
+
+def test_mini_batches_without_a_signal_are_not_compared_with_those_of_the_same_rollout_that_have_one(steps):
+    steps.module.settings.mini_batches = 4
+    for _ in range(20):
+        steps.update(*[1e-4, 0.05, 1e-4, 1e-4] * 2, groups=[False, False, False, True, *[False] * 4])
+    steps.update(1e-4, 1e-4, 1e-4, 0.05, groups=[*[False] * 7, True])
+    with pytest.raises(CheckFailed, match="200 times the usual"):
+        steps.update(0.02, groups=[*[False] * 7, True])
 
 
 def test_no_gradient_is_no_step(steps):
