@@ -139,16 +139,17 @@ def row_chunks(matrix: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 
 
-# The devices below are given explicitly, because results are cached and torch's default device may be meta.
+# Devices and dtypes below are given explicitly, because results are cached, and torch's default device may be meta and
+# its default dtype bf16, as while vLLM loads a model.
 
 
 @cache
 def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device="cpu").to(device)  # [16] fp32
+    return torch.tensor(values, dtype=torch.float32, device="cpu").to(device)  # [16]
 
 
 @cache
 def _pairs(values: tuple[float, ...], device: torch.device) -> Tensor:
-    table, byte = torch.tensor(values, device="cpu"), torch.arange(256, device="cpu")
+    table, byte = _table(values, torch.device("cpu")), torch.arange(256, device="cpu")
     pairs = torch.stack([table[byte & 0xF], table[byte >> 4]], dim=1)  # [256, 2] fp32
     return pairs.view(torch.float64).squeeze(1).to(device)  # [256]: looking up numbers is faster than rows of two

@@ -115,7 +115,7 @@ def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()
-    expected = torch.tensor(layout.fmt.values, device=values.device)
+    expected = torch.tensor(layout.fmt.values, dtype=values.dtype, device=values.device)
     if values.shape != expected.shape or not torch.allclose(values, expected, atol=1e-3):
         raise ValueError(
             f"{checkpoint.path}: {name} gives the codes the values {values.tolist()[:3]} ...; expected those of "

@@ -60,5 +60,5 @@ NF4 = Format(
 
 @cache
 def _midpoints(device: torch.device) -> Tensor:
-    values = torch.tensor(NF4_VALUES, device="cpu")
+    values = torch.tensor(NF4_VALUES, dtype=torch.float32, device="cpu")
     return ((values[1:] + values[:-1]) / 2).to(device)

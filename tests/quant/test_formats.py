@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qerl_pl.quant import formats, nvfp4
+from qerl_pl.quant import formats, nf4, nvfp4
 from qerl_pl.quant.formats import PackedWeight, pack, quantize, round_codes
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
@@ -150,6 +150,24 @@ def test_tables_are_real_even_when_first_used_under_the_meta_device():
         packed = quantize(weight, NVFP4)
         dense = NVFP4.dequantize(packed, torch.float32)
     assert torch.equal(dense, dequantize_reference(packed, NVFP4))
+
+
+@every_format
+def test_tables_are_in_fp32_even_when_first_used_under_another_default_dtype(fmt):
+    """While vLLM loads a model in bf16, this is torch's default dtype, and the trainer may not have used them yet."""
+    weight = random_weight(4, 128)
+    packed = quantize(weight, fmt)
+    expected = dequantize_reference(packed, fmt)
+    for table in (formats._table, formats._pairs, nvfp4._midpoints, nf4._midpoints):
+        table.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = quantize(weight, fmt)
+        dense = fmt.dequantize(packed, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(again.codes, packed.codes)
+    assert torch.equal(dense, expected)
 
 
 # ---- the libraries that define the formats ---------------------------------------------------------------------------
