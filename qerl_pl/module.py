@@ -222,6 +222,10 @@ class QeRLModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
         restore_settings(optimizer.optimizer, scheduler, self._optimizer_settings)
+        if self.trainer.global_step == 0:
+            # After loading a checkpoint, Lightning counts the step at whose end it was written, but the checkpoint of
+            # the validation before the first step has no such step; all scalars would be logged one step too late.
+            self.trainer.fit_loop.epoch_loop.restarting = False
 
     def teardown(self, stage: str) -> None:
         """Close the engine and free its memory."""

@@ -11,9 +11,19 @@ import torch
 import yaml
 
 from callbacks.graceful_stop import GracefulStop
+from qerl_pl.checkpoint import read_checkpoint
 from qerl_pl.results.curves import read_curves
 from tests.bench import bench_resume
-from tests.integration.conftest import IN_BACKGROUND, SHORT, UNCHECKED, VLLM, assert_same_run, launch, load_last
+from tests.integration.conftest import (
+    IN_BACKGROUND,
+    SHORT,
+    UNCHECKED,
+    VLLM,
+    assert_same_run,
+    launch,
+    load_last,
+    scalars,
+)
 
 
 def rollouts_seen(run_dir: Path) -> int:
@@ -117,6 +127,17 @@ def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(finished, run, t
     assert load_last(tmp_path / "stopped")["global_step"] == 3
     run("fit", tmp_path / "stopped", "--ckpt_path", "last")
     assert_same_run(finished, tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_the_validation_before_the_first_step_goes_on_as_a_new_run(run, tmp_path):
+    still = ("--trainer.max_steps", "4", "--model.optimizer.lr", "0", *UNCHECKED)  # the first validation stays the best
+    run("fit", tmp_path / "straight", *still)
+    best = tmp_path / "straight" / "checkpoints" / "best.ckpt"
+    assert read_checkpoint(best, "cpu")["global_step"] == 0
+    run("fit", tmp_path / "again", *still, "--ckpt_path", str(best))
+    assert scalars(tmp_path / "again") == scalars(tmp_path / "straight")
+    assert scalars(tmp_path / "again")["train/loss"][0] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
