@@ -40,6 +40,9 @@ FLOORS = {"gap": 1.0, "high_gap": 5.0, "logit_gap": 10.0}
 JUMPS = {"gap": 1.0, "high_gap": 1.5, "logit_gap": 0.8}
 SURE_SIGMAS = 6.0
 FIRST = 2.0  # factor of the limits while most values in a median are estimates from the trainer's rounding errors
+# Number of different tokens that a rollout must have for a jump: the means of fewer vary too much. Equal completions,
+# whose errors are equal, count once.
+LEAST_TOKENS = 64
 KINDS = (*FLOORS, "far_share")
 # Names under which differences between the engine's and the trainer's log-probabilities are logged. OF_THE_CHOSEN: of a
 # few rows, for which the trainer computes log-probabilities before the update, with the noise on norms that the engine
@@ -78,6 +81,12 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
     count = max(1, count)
     high = high_gap(row_gaps) if len(row_gaps) else 0.0
     return {"gap": gap / count, "high_gap": high, "logit_gap": logits / count, "far_share": far / count}
+
+
+def num_different(trainer: Tensor) -> int:
+    """Count how many different values the trainer's log-probabilities [N] of this rank's N tokens have, and add up
+    these numbers over the ranks. Tokens of equal completions count once, and so do tokens with probability 1."""
+    return sum(ranks.gather_values(len(trainer.unique())))
 
 
 class RolloutEvidence(Callback):
@@ -136,6 +145,9 @@ class RolloutEvidence(Callback):
     share of distinct completions differs from the previous rollout by more than chance explains; the run goes on,
     because a policy may change so fast. There is another warning if for several rollouts no group had completions with
     different rewards.
+
+    The multiples of medians hold only for rollouts in which at least 64 different tokens are compared, because means of
+    fewer tokens vary too much.
 
     The six tests whose names in the log are other_sampling, other_draws, other_policy, copies, branches and order
     compute log-likelihood ratios in nats, which accumulate over rollouts (``qerl_pl.policy.evidence``), so a fault that
@@ -239,7 +251,8 @@ class RolloutEvidence(Callback):
         trainer_logprobs = update.old_logprobs[sampled].double().cpu()
         sampler_logprobs = update.experience.sampler_logprobs[sampled].double().cpu()
         gaps = gaps_of(trainer_logprobs, sampler_logprobs, rows.cpu())
-        self._check_gaps(gaps, OF_ALL, pl_module, outputs["rollout"].sampled, index=outputs["rollout_index"])
+        which = {"index": outputs["rollout_index"], "num_tokens": num_different(trainer_logprobs)}
+        self._check_gaps(gaps, OF_ALL, pl_module, outputs["rollout"].sampled, **which)
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         """Check a rollout before the update. CheckFailed: its completions are no independent draws from the policy."""
@@ -255,7 +268,8 @@ class RolloutEvidence(Callback):
                 for names, kind in product((OF_THE_CHOSEN, OF_ALL), FLOORS):
                     self._gaps[names[kind]] = [usual[kind]] * 2
             gaps = gaps_of(measured.trainer, measured.sampler, measured.rows)
-            self._check_gaps(gaps, OF_THE_CHOSEN, pl_module, batch, index=index)
+            num_tokens = num_different(measured.trainer)
+            self._check_gaps(gaps, OF_THE_CHOSEN, pl_module, batch, index=index, num_tokens=num_tokens)
             self._check_sampling(measured.evidence, pl_module)
             if batch.completions[0].seed is not None:
                 self._check_draws(measured, pl_module)
@@ -394,10 +408,12 @@ class RolloutEvidence(Callback):
         batch: ScoredBatch,
         *,
         index: int,
+        num_tokens: int,
     ) -> None:
         """Log the differences between the log-probabilities of trainer and sampler (``gaps``, as ``gaps_of`` returns
-        them) under the metric names in ``names``, and compare them with their limits: constants, settings, or multiples
-        of the median of earlier rollouts. CheckFailed: one exceeds its limit."""
+        them) under the metric names in ``names``, and compare them with their limits: constants, settings, or, if they
+        are over at least ``LEAST_TOKENS`` different tokens (``num_tokens``), multiples of the median of earlier
+        rollouts. CheckFailed: one exceeds its limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and (pl_module.settings.lora.dropout > 0 or pl_module.norm_noise.sigma > 0):
             return  # the update computes log-probabilities with dropout and without noise, the engine the other way
@@ -418,6 +434,8 @@ class RolloutEvidence(Callback):
             )
             if kind == "gap" and not value <= limit:
                 raise CheckFailed(f"{differ}, more than {limit:.2g}: {ADVICE}")
+            if num_tokens < LEAST_TOKENS:
+                continue
             history = self._gaps.get(name, [])
             ratio, sigmas = jump(value, history, floor=floor)
             # The history of a run's first rollouts begins with estimates from the trainer's rounding errors, which may

@@ -3,6 +3,9 @@ lets a run with true samples go on."""
 
 import re
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from callbacks import rollout_evidence
 from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
+from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy import jumps
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.results.curves import read_curves
@@ -150,6 +154,39 @@ def test_a_gap_that_rounding_errors_explain_is_no_jump(run, short, tmp_path, mon
     write_checkpoint(checkpoint, file)
     with pytest.raises(RuntimeError, match="times the usual"):
         run("fit", tmp_path, *SHORT, "--trainer.max_steps", "6", "--ckpt_path", "last")
+
+
+@pytest.mark.parametrize("num_rows", [2, 512])
+def test_the_gap_of_a_few_tokens_is_no_jump(num_rows, monkeypatch):
+    """In a rollout of two completions of one token, of which the policy is certain in most rollouts, the gap is that of
+    one or two rounding errors, and so is what the trainer estimates of it."""
+    evidence, generator = RolloutEvidence(), torch.Generator().manual_seed(0)
+    module: Any = SimpleNamespace(
+        settings=SimpleNamespace(lora=SimpleNamespace(dropout=0.0)),
+        norm_noise=NormNoise(),
+        policy=SimpleNamespace(dtype=torch.bfloat16),
+        trainer=SimpleNamespace(loggers=[]),
+    )
+
+    def rollout(index: int, factor: float = 1.0) -> None:
+        is_certain = torch.rand(num_rows, 1, generator=generator) < 0.7
+        trainer, sizes = -torch.rand(num_rows, 1, generator=generator), torch.where(is_certain, 2e-5, 2e-2)
+        other, rounding = (
+            trainer + size * torch.randn(num_rows, 1, generator=generator) for size in (factor * sizes, sizes)
+        )
+        sampled = torch.ones(num_rows, 1, dtype=torch.bool)
+        experience = SimpleNamespace(sampled=sampled, sampler_logprobs=other)
+        values = (trainer.flatten().double(), rounding.flatten().double(), torch.arange(num_rows))
+        measured = SimpleNamespace(**dict(zip(("trainer", "shaken", "rows"), values, strict=True)))
+        monkeypatch.setattr(evidence, "_measured", lambda *_, **__: measured)
+        update = SimpleNamespace(experience=experience, old_logprobs=trainer)
+        outputs = {"update": update, "rollout": SimpleNamespace(sampled=None), "rollout_index": index}
+        evidence.on_train_batch_end(module.trainer, module, outputs)
+
+    for index in range(300):
+        rollout(index)
+    with nullcontext() if num_rows == 2 else pytest.raises(CheckFailed, match="times the usual"):
+        rollout(300, factor=4.0)
 
 
 @pytest.mark.slow
