@@ -23,7 +23,9 @@ from qerl_pl.module import QeRLModule
 from qerl_pl.policy import evidence as likelihood
 from qerl_pl.policy.branches import branch_evidence
 from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE, change, far_share, high_gap, jump, logit_gap
-from qerl_pl.rollout.loop import Rollout
+from qerl_pl.rewards.base import score_rewards
+from qerl_pl.rewards.guard import RewardError
+from qerl_pl.rollout.loop import Rollout, RolloutLoop
 from qerl_pl.rollout.measured import Measured, measure_some
 from qerl_pl.rollout.other_policies import OF_BEFORE, OTHER_POLICIES, WITHOUT_ADAPTER, WITHOUT_NOISE, measure_others
 from qerl_pl.rollout.scored import ScoredBatch
@@ -89,6 +91,19 @@ def num_different(trainer: Tensor) -> int:
     return sum(ranks.gather_values(len(trainer.unique())))
 
 
+def have_own_rewards(loop: RolloutLoop, batch: ScoredBatch) -> bool:
+    """Return whether every second completion of a batch gets the same reward if the others are left out. It does not if
+    a reward compares completions, as a majority vote does, or draws random numbers. Every rank must call this function,
+    because the result is for the batches of all ranks."""
+    prompts, completions = batch.prompts[::2], batch.completions[::2]
+    try:
+        alone = score_rewards(loop.rewards, prompts, completions, progress=loop.progress)
+        equal = torch.allclose(alone.total, batch.table.total[::2]) and alone.scored.equal(batch.table.scored[::2])
+    except RewardError:  # such as that of a reward that expects whole groups
+        equal = False
+    return all(ranks.gather_values(equal))
+
+
 class RolloutEvidence(Callback):
     """Stops the run when completions are not independent samples from the current policy.
 
@@ -133,7 +148,8 @@ class RolloutEvidence(Callback):
       be, as with a seed that does not change, or less often (``evidence/copies``);
     - if the engine selects completions by length or reward (``evidence/branches``): where a completion begins like
       earlier ones of its group, its next token is that of a short, long, good or bad completion more often than its
-      log-probabilities say;
+      log-probabilities say. Rewards that depend on other completions of the batch, such as a majority vote, are left
+      out of this test, with a warning, when it would stop the run;
     - if the length or mean log-probability of a completion depends on its position in the group (``evidence/order``),
       as when the engine sorts or selects completions, or samples some with another policy;
     - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
@@ -216,6 +232,7 @@ class RolloutEvidence(Callback):
         self._excess: dict[str, float] = {}
         self._numbers: dict[str, list[float]] = {}
         self._silent = 0
+        self._rewards_are_own = True  # whether rewards seem to depend on their completion alone
         self._seen: list[tuple[int, int]] = []  # digests of prompt and completion
         self._strengths: dict[str, float] = {}
         self._adapter_before: dict[str, Tensor] | None = None  # fp32, on the CPU
@@ -224,7 +241,7 @@ class RolloutEvidence(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
-        numbers = {"numbers": self._numbers, "silent": self._silent}
+        numbers = {"numbers": self._numbers, "silent": self._silent, "rewards_are_own": self._rewards_are_own}
         others = {"strengths": self._strengths, "adapter_before": self._adapter_before}
         return {"evidence": evidence, "gaps": self._gaps, "excess": self._excess, **numbers, "seen": seen, **others}
 
@@ -235,7 +252,8 @@ class RolloutEvidence(Callback):
         self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
         self._excess, self._numbers = dict(state_dict["excess"]), dict(state_dict["numbers"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
-        self._strengths = dict(state_dict.get("strengths", {}))  # older checkpoints have neither
+        self._rewards_are_own = state_dict.get("rewards_are_own", True)  # older checkpoints have none of these
+        self._strengths = dict(state_dict.get("strengths", {}))
         self._adapter_before = state_dict.get("adapter_before")
 
     @override
@@ -308,13 +326,21 @@ class RolloutEvidence(Callback):
             )
 
     def _check_branches(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
-        rewards = batch.table.total.nan_to_num().tolist()
+        rewards = (batch.table.total.nan_to_num() * self._rewards_are_own).tolist()
         texts = [(row.tokens, row.logprobs) for row in batch.completions]
         numbers = [[len(row.tokens), reward] for row, reward in zip(batch.completions, rewards, strict=True)]
         starts = [slice(start, start + batch.group_size) for start in range(0, len(texts), batch.group_size)]
         evidence = branch_evidence([texts[group] for group in starts], [numbers[group] for group in starts])
         evidence = torch.tensor(ranks.gather_values(evidence.tolist()), dtype=torch.float64).sum(dim=0)
         if chance := self._small_chance("branches", evidence, pl_module):
+            if self._rewards_are_own and not have_own_rewards(pl_module.loop, batch):
+                self._rewards_are_own = False
+                del self._evidence["branches"]
+                rank_zero_warn(
+                    "rewards depend on other completions of the batch or on chance, so the test of whether the engine "
+                    "chooses among completions (evidence/branches) begins anew without them"
+                )
+                return
             raise CheckFailed(
                 f"completions up to rollout {pl_module.rollout_index} begin like others of their group that are short, "
                 f"long, good or bad more often than their probabilities say ({chance}): the engine chooses among "

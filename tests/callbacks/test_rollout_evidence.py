@@ -189,6 +189,27 @@ def test_the_gap_of_a_few_tokens_is_no_jump(num_rows, monkeypatch):
         rollout(300, factor=4.0)
 
 
+VOTE = (
+    *("--model.sampling.max_tokens=1", "--model.sampling.num_completions=8", "--model.sampling.temperature=0.015"),
+    *("--data.batch_size=16", "--model.optimizer.init_args.lr=1e-6", "--trainer.max_steps=16"),
+    *(
+        "--trainer.limit_val_batches=0",
+        '--model.rewards=[{"name": "vote", "reward": "tests.integration.toy.majority"}]',
+    ),
+)
+
+
+@pytest.mark.slow
+def test_rewards_that_compare_completions_are_no_choice_of_the_engine(run, tmp_path):
+    """A completion that repeats an earlier one makes the earlier one's reward higher, so that later completions seem to
+    follow the good ones."""
+    strict = with_arguments(EVIDENCE, {"false_alarm": 0.05, "max_tokens": 256}, tmp_path)
+    with pytest.warns(UserWarning, match="rewards depend on other completions"):
+        run("fit", tmp_path / "run", "-c", strict, *VOTE)
+    assert load_last(tmp_path / "run")["global_step"] == 16
+    assert not load_last(tmp_path / "run")["callbacks"]["RolloutEvidence"]["rewards_are_own"]
+
+
 @pytest.mark.slow
 def test_noise_that_the_engine_rightly_has_stops_no_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(jumps, "FAR", 1.001)  # noise changes this model's probabilities by less than the usual factor
