@@ -97,6 +97,8 @@ class QeRLModule(LightningModule):
         self.policy: Policy
         self.teacher: Teacher | None = None
         """The teacher model of the loss's distillation term; None without such a term, or outside of training."""
+        self._optimizer_settings: list[dict[str, Any]] = []
+        self._settings_before: list[dict[str, Any]] | None = None  # those of the start that wrote the checkpoint
         self.grad_norm: Tensor
         """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
@@ -221,7 +223,7 @@ class QeRLModule(LightningModule):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
-        restore_settings(optimizer.optimizer, scheduler, self._optimizer_settings)
+        restore_settings(optimizer.optimizer, scheduler, self._optimizer_settings, self._settings_before)
         if self.trainer.global_step == 0:
             # After loading a checkpoint, Lightning counts the step at whose end it was written, but the checkpoint of
             # the validation before the first step has no such step; all scalars would be logged one step too late.
@@ -352,6 +354,7 @@ class QeRLModule(LightningModule):
         if self.policy.start is not None:
             checkpoint["start"] = self.policy.start
         checkpoint["identity"] = self._identity | self._rollout_identity
+        checkpoint["optimizer_settings"] = self._optimizer_settings
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the adapter of a checkpoint. ValueError: the checkpoint's base, seed or adapter settings differ from
@@ -361,6 +364,7 @@ class QeRLModule(LightningModule):
         if fits:
             check_training_state(checkpoint, max_steps=self.trainer.max_steps)
             check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))
+            self._settings_before = checkpoint.get("optimizer_settings")
         checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)  # trainer.max_time counts from 0 in every start
         self.policy.load_adapter_state(adapter_of(checkpoint))
         self.policy.start = checkpoint.get("start")

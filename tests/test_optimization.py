@@ -1,20 +1,23 @@
 """Laws of the parameter groups and of the learning rate."""
 
 import copy
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
 from qerl_pl.training.optimization import (
     Schedule,
     average_and_clip,
     check_groups,
+    group_settings,
     lr_factor,
     lr_scheduler,
     parameter_groups,
+    restore_settings,
 )
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -90,6 +93,39 @@ def test_the_moments_of_both_groups_come_back():
         step(model, optimizer)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class Counting(torch.optim.SGD):
+    """Optimizer that keeps its state in its parameter groups, as Prodigy does."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+
+
+def test_a_resumed_optimizer_has_the_settings_of_the_start_and_the_checkpoints_state_in_its_groups():
+    def start(momentum: float) -> tuple[Counting, LambdaLR, list[dict[str, Any]]]:
+        optimizer = Counting(parameter_groups(trained_model().parameters()), lr=0.1, momentum=momentum)
+        scheduler = lr_scheduler(optimizer, schedule="linear", warmup_steps=0, total_steps=10)
+        return optimizer, scheduler, group_settings(optimizer)
+
+    optimizer, scheduler, before = start(0.5)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    for momentum in (0.5, 0.25):
+        resumed, schedule, settings = start(momentum)
+        resumed.load_state_dict(copy.deepcopy(state))
+        schedule.load_state_dict(scheduler.state_dict())
+        restore_settings(resumed, schedule, settings, before)
+        expected = {"count": 3, "momentum": momentum, "lr": pytest.approx(0.07)}
+        assert [{name: group[name] for name in expected} for group in resumed.param_groups] == [expected] * 2
 
 
 def test_an_optimizer_of_other_groups_is_refused():

@@ -108,18 +108,27 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def restore_settings(optimizer: Optimizer, scheduler: LambdaLR, settings: Sequence[dict[str, Any]]) -> None:
+def restore_settings(
+    optimizer: Optimizer,
+    scheduler: LambdaLR,
+    settings: Sequence[dict[str, Any]],
+    before: Sequence[dict[str, Any]] | None = None,
+) -> None:
     """Set an optimizer's settings (learning rate, betas, ...) to those of this run's configuration; log every value
     that differs. It is called after a checkpoint was loaded, which replaced them by the checkpoint's.
 
-    ``settings`` is what ``group_settings`` returned before the loading. The scheduler must already be at the
+    ``settings`` is what ``group_settings`` returned before the loading, and ``before`` what it returned at the start
+    that wrote the checkpoint; None if that is unknown. Values that are equal in both stay as the checkpoint has them,
+    because some optimizers, such as Prodigy, keep state in their parameter groups. The scheduler must already be at the
     checkpoint's optimizer step, for which the learning rate is computed.
     """
     changed = {}
     groups = optimizer.param_groups
-    for group, configured, factor in zip(groups, settings, scheduler.lr_lambdas, strict=True):
-        changed |= {name: (group.get(name), value) for name, value in configured.items() if group.get(name) != value}
-        group.update(configured, lr=configured["initial_lr"] * factor(scheduler.last_epoch))
+    had = before or [{} for _ in settings]
+    for group, configured, old, factor in zip(groups, settings, had, scheduler.lr_lambdas, strict=True):
+        new = {name: value for name, value in configured.items() if name not in old or old[name] != value}
+        changed |= {name: (group.get(name), value) for name, value in new.items() if group.get(name) != value}
+        group.update(new, lr=configured["initial_lr"] * factor(scheduler.last_epoch))
     scheduler.base_lrs = [group["initial_lr"] for group in groups]
     for name, (before, now) in changed.items():
         name = "lr" if name == "initial_lr" else name
