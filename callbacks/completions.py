@@ -54,8 +54,11 @@ class CompletionLogger(Callback):
         if index % self.every == 0:
             rows = ranks.gather_groups(outputs["rollout"].sampled.rows(), pl_module.sampling.num_completions)
             path = _path(trainer, f"train-{index:06d}.jsonl")
+            of_tokens = path.with_suffix(".safetensors")
             if self.tokens_every and index // self.every % self.tokens_every == 0:
-                _write_tokens(trainer, pl_module, path.with_suffix(".safetensors"), outputs["update"])
+                _write_tokens(trainer, pl_module, of_tokens, outputs["update"])
+            elif trainer.is_global_zero:
+                of_tokens.unlink(missing_ok=True)  # of a start with another interval, and of other completions
             self._write(trainer, path, rows, "completions/train", index)
 
     @override

@@ -53,6 +53,17 @@ def test_every_flipped_byte_is_said_and_no_value_is_wrong(run, capsys):
         assert "is damaged or cut off" in capsys.readouterr().err, place
 
 
+def test_a_start_from_an_older_checkpoint_replaces_the_steps_that_come_after_it(run):
+    with SummaryWriter(str(run), filename_suffix=".again") as writer:
+        for step in (10, 11):
+            writer.add_scalar("time/step_s", 2.0, step)
+        writer.add_scalar("val/accuracy", 7.0, 11)
+    curves = read_curves(run)
+    assert curves["time/step_s"].steps == list(range(12))
+    assert curves["time/step_s"].values[9:] == [1.0, 2.0, 2.0]
+    assert curves["val/accuracy"].values[-2:] == [10 / 4, 7.0]
+
+
 def test_a_later_start_counts_where_both_logged_a_step(run):
     with SummaryWriter(str(run), filename_suffix=".again") as writer:
         writer.add_scalar("val/accuracy", 7.0, 19)

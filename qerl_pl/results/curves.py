@@ -40,7 +40,9 @@ class Curve(NamedTuple):
 def read_curves(run: Path) -> dict[str, Curve]:
     """Read all scalars of a run from its TensorBoard event files; returns, for each scalar's name, its values with the
     steps at which they were logged. If a resumed run logged a scalar a second time at the same step, the later value is
-    taken. Parts of a damaged event file that cannot be read are skipped, with a warning on stderr.
+    taken. What earlier starts had logged for steps after the first one of a later start is left out, because a run that
+    goes on from an older checkpoint does these steps again. Parts of a damaged event file that cannot be read are
+    skipped, with a warning on stderr.
 
     Raises:
         ValueError: there is no event file, or none with a readable scalar.
@@ -48,12 +50,15 @@ def read_curves(run: Path) -> dict[str, Curve]:
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
         raise ValueError(_without_events(run))
-    scalars: list[Scalar] = []
+    starts: list[list[Scalar]] = []
     for path in files:
         of_file, lost = read_scalars(path)
-        scalars += of_file
+        starts += [of_file] if of_file else []
         if lost:
             print(f"warning: {path} is damaged or cut off: {lost} bytes of it are left out", file=sys.stderr)
+    scalars: list[Scalar] = []
+    for start in sorted(starts, key=lambda start: start[0].time):
+        scalars = [scalar for scalar in scalars if scalar.step <= start[0].step] + start
     if not scalars:
         raise ValueError(f"the event files of {run} hold no scalars: the run logged none, or they are damaged")
     latest: dict[str, dict[int, Scalar]] = {}

@@ -1,8 +1,12 @@
 """What callbacks print and log about rollouts and evaluations."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from callbacks.completions import CompletionLogger
 from callbacks.evaluation import summarize
 from callbacks.signal_report import signal_words
 from callbacks.statistics import reward_statistics
@@ -82,3 +86,17 @@ def test_rewards_of_any_size_have_the_spread_of_their_definition(scale):
     statistics = reward_statistics(torch.tensor([1.0, 2.0, 6.0]) * scale)
     assert statistics[""].item() == pytest.approx(3 * scale)
     assert statistics["_std"].item() == pytest.approx(7**0.5 * scale)
+
+
+def test_numbers_of_tokens_are_never_those_of_other_completions(tmp_path):
+    """A start from an older checkpoint may store numbers of tokens for fewer rollouts than the one before it."""
+    old = tmp_path / "completions" / "train-000010.safetensors"
+    old.parent.mkdir()
+    old.touch()
+    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), is_global_zero=True, loggers=[])
+    module: Any = SimpleNamespace(sampling=SimpleNamespace(num_completions=1))
+    rollout = SimpleNamespace(sampled=SimpleNamespace(rows=lambda: [{"completion": "new"}]))
+    logger = CompletionLogger(num_text=0, tokens_every=20)
+    logger.on_train_batch_end(trainer, module, {"rollout_index": 10, "rollout": rollout})
+    assert "new" in old.with_suffix(".jsonl").read_text()
+    assert not old.exists()
