@@ -12,7 +12,6 @@ from typing_extensions import override
 from qerl_pl.common import ranks
 from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.checks import require_at_least
-from qerl_pl.common.isolation import preserved_rng
 from qerl_pl.common.loggers import log_at
 from qerl_pl.common.metrics import over_ranks
 from qerl_pl.memory.settings import check_limit
@@ -135,14 +134,14 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 def trainer_logprobs(
     policy: Policy, tokens: Tensor, sampled: Tensor, routes: Tensor | None = None, *, micro_batch_tokens: int
 ) -> Tensor:
-    """Compute the policy's log-probabilities of sampled tokens at temperature 1; returns [B, S] fp32 in nats, 0 at
-    other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] is True for sampled tokens, never in column 0.
-    ``routes`` [B, S, L, k] are the k experts to use for each token in each of L mixture-of-experts layers; None: the
-    routers choose."""
+    """Compute the policy's log-probabilities of sampled tokens at temperature 1, without dropout, which the engine does
+    not have either; returns [B, S] fp32 in nats, 0 at other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B,
+    S] is True for sampled tokens, never in column 0. ``routes`` [B, S, L, k] are the k experts to use for each token in
+    each of L mixture-of-experts layers; None: the routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     # Only tokens up to a row's last sampled one count towards the limit.
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
-    with preserved_rng():  # dropout draws random numbers
+    with policy.evaluating():
         for rows in micro_batches(lengths.cpu(), micro_batch_tokens):
             rows = rows.to(sampled.device)
             how = {"temperature": 1.0, "routes": None if routes is None else routes[rows]}
