@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from callbacks.validate_first import ValidateFirst
 from qerl_pl.common.program import SIGNALS, Stopped
 
 
@@ -49,9 +50,12 @@ class GracefulStop(Callback):
             trainer.should_stop = True  # LastCheckpoint saves when this is set
             every = trainer.val_check_batch or float("inf")
             due = (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % every == 0
+            is_last = trainer.global_step >= trainer.max_steps
+            if is_last and any(isinstance(callback, ValidateFirst) for callback in trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
+                due = True
             if not due:  # Lightning validates whenever a run stops; an uninterrupted run would not at this step
                 trainer.limit_val_batches = 0
-            if trainer.global_step < trainer.max_steps:
+            if not is_last:
                 rank_zero_info(f"stopped after step {trainer.global_step}; resume with --ckpt_path last")
 
     @override

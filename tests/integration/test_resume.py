@@ -120,6 +120,20 @@ def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_whole_step(run, tmp_pa
 
 
 @pytest.mark.slow
+def test_ctrl_c_in_the_last_step_leaves_out_nothing(run, tmp_path):
+    steps = ("--trainer.max_steps", "4", *UNCHECKED)  # the last step has its validation only because it is the last
+    run("fit", tmp_path / "straight", *steps)
+    run(
+        "fit",
+        tmp_path / "stopped",
+        *steps,
+        "--trainer.callbacks+=tests.integration.toy.CtrlC",
+        "--trainer.callbacks.at=3",
+    )
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_that_validation_stopped_goes_on_as_if_it_had_not(finished, run, tmp_path):
     stopped = "--trainer.callbacks+=tests.integration.toy.StoppedByValidation"
