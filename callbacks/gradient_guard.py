@@ -92,7 +92,7 @@ class GradientGuard(Callback):
     def _after_rollout(self, pl_module: QeRLModule, rollout: Rollout) -> None:
         self._rollout = rollout
         has_signal, number = rollout.chosen.has_signal, pl_module.settings.mini_batches
-        of_groups = mini_batches(len(has_signal), number)
+        of_groups = mini_batches(rollout.places, number)
         parts = ranks.gather_values([bool(has_signal[of_groups == index].any()) for index in range(number)])
         self._have_signal = [any(flags) for flags in zip(*parts, strict=True)]
 

@@ -266,6 +266,7 @@ class QeRLModule(LightningModule):
             num_updates=self.settings.updates_per_rollout,
             num_mini_batches=self.settings.mini_batches,
             micro_batch_tokens=self.micro_batch_tokens,
+            places=rollout.places,
         )
         report = improve(
             self.policy,

@@ -78,7 +78,11 @@ def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Promp
 
     everything, refills = settings.fill(batch, iter(more), sample, Stopwatch())
     size = len(batch) * ranks.num_ranks()
-    return everything, refills, settings.choose(everything, batch_size=size), calls
+    chosen, places = settings.choose(everything, batch_size=size)
+    if chosen is not None:
+        assert len(places) == chosen.num_groups
+        assert places == sorted(places) or ranks.are_several()
+    return everything, refills, chosen, places, calls
 
 
 @given(
@@ -90,7 +94,7 @@ def run(settings: DynamicSampling, batch: Sequence[Prompt], more: Sequence[Promp
 def test_the_batch_is_the_first_groups_with_signal_of_what_was_sampled(batch, more, max_refills, oversample):
     supply, size = prompts(more, start=100), len(batch)
     settings = DynamicSampling(max_refills, oversample=oversample)
-    everything, num_refills, chosen, calls = run(settings, prompts(batch), supply)
+    everything, num_refills, chosen, _, calls = run(settings, prompts(batch), supply)
     assert num_refills == len(calls) - 1 <= max_refills
     assert all(1 <= count <= -(-oversample * size // 1) for count in calls)
     taken = supply[: sum(calls) - size]
@@ -106,20 +110,20 @@ def test_the_batch_is_the_first_groups_with_signal_of_what_was_sampled(batch, mo
 
 
 def test_a_batch_that_is_full_samples_nothing_more():
-    everything, num_refills, chosen, calls = run(DynamicSampling(), prompts([True, True]), prompts([True] * 9, 10))
+    everything, num_refills, chosen, _, calls = run(DynamicSampling(), prompts([True, True]), prompts([True] * 9, 10))
     assert (num_refills, calls) == (0, [2])
     assert chosen.rows() == everything.rows()
 
 
 def test_a_short_batch_is_an_error_where_one_is_asked_for():
     short = evaluation(prompts([True, False]))
-    chosen = DynamicSampling(when_short="smaller").choose(short, batch_size=2)
+    chosen, _ = DynamicSampling(when_short="smaller").choose(short, batch_size=2)
     assert chosen is not None
     assert chosen.num_groups == 1
     with pytest.raises(RuntimeError, match=r"1 groups with advantages other than 0 among 2.*needs 2"):
         DynamicSampling(when_short="error").choose(short, batch_size=2)
     none = evaluation(prompts([False, False]))
-    assert DynamicSampling().choose(none, batch_size=2) is None
+    assert DynamicSampling().choose(none, batch_size=2) == (None, [])
 
 
 @pytest.mark.parametrize(("field", "value"), [("max_refills", 0), ("oversample", 0.9), ("oversample", float("nan"))])
@@ -185,10 +189,10 @@ def on_every_case(rank: int) -> list[tuple[Any, ...]]:
         stream = prompts([rng.random() < share for _ in range(size + 40)])
         batch, more = stream[:size], stream[size:]
         settings = DynamicSampling(max_refills=4, oversample=oversample)
-        everything, refills, chosen, calls = run(settings, batch[rank :: ranks.num_ranks()], more)
+        everything, refills, chosen, places, calls = run(settings, batch[rank :: ranks.num_ranks()], more)
         sampled = ranks.gather_groups(everything.rows(), G)
-        own = chosen.rows() if chosen else []
-        found.append((refills, [row["prompt"] for row in sampled], len(own) // G, ranks.gather_values(own), sum(calls)))
+        own = list(zip(places, [row["answer"] for row in chosen.rows()[::G]] if chosen else [], strict=True))
+        found.append((refills, [row["prompt"] for row in sampled], len(own), ranks.gather_values(own), sum(calls)))
         assert [row["answer"] for row in sampled[::G]] == [prompt.answer for prompt in stream[: len(sampled) // G]]
     return found
 
@@ -202,7 +206,7 @@ def test_two_ranks_sample_and_train_on_what_one_does_and_share_it_equally(tmp_pa
         assert abs(first[2] - second[2]) <= 1
         assert first[2] + second[2] == one[2]
         together = [group for share in first[3] for group in share]
-        assert sorted(row["answer"] for row in together) == sorted(row["answer"] for row in one[3][0])
+        assert sorted(together) == one[3][0], "the same groups at the same places"
         assert first[4] + second[4] == one[4]
 
 

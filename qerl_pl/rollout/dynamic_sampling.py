@@ -96,14 +96,17 @@ class DynamicSampling:
                 sampled += sample(share)
         return sampled, self.max_refills
 
-    def choose(self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True) -> ScoredBatch | None:
+    def choose(
+        self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True
+    ) -> tuple[ScoredBatch | None, list[int]]:
         """Choose the groups (completions of one prompt) to train on: among the groups of all ranks, the first
         ``batch_size`` that have a signal (a completion that counts in the loss has an advantage other than 0). Every
         rank must call this method, because the ranks exchange groups.
 
-        Returns the groups that this rank trains on; None if there are none. If ``may_move`` is False, each rank trains
-        only on groups that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have a signal and
-        ``when_short`` is "error".
+        Returns the groups that this rank trains on (None if there are none), and the index of each of them among the
+        groups that all ranks train on, in the order of the rollout's sequence of prompts. If ``may_move`` is False,
+        each rank trains only on groups that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have
+        a signal and ``when_short`` is "error".
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         shares = ranks.gather_values(sampled.has_signal.tolist())
@@ -131,7 +134,9 @@ class DynamicSampling:
             ]
             moved = sorted(chain.from_iterable(ranks.gather_values(leave)), key=itemgetter(0))
             parts += [group for _, new, group in moved if new == rank]
-        return sum(parts[1:], parts[0]) if parts else None
+        # first the groups that this rank sampled, then those that it gets
+        order = sorted((old != rank, index) for index, old in enumerate(sampled_by) if trained_by[index] == rank)
+        return sum(parts[1:], parts[0]) if parts else None, [index for _, index in order]
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:

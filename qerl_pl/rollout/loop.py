@@ -34,6 +34,9 @@ class Rollout:
     chosen: ScoredBatch
     """Completions that this rank trains on: all of ``sampled`` or, with dynamic sampling, the groups that were assigned
     to this rank, some of which other ranks may have sampled."""
+    places: list[int]
+    """Index of each group of ``chosen`` among the groups that all ranks train on, whose order does not depend on the
+    number of ranks."""
     experience: Experience
     """The rows of ``chosen`` as tensors."""
     num_refills: int
@@ -116,6 +119,7 @@ class RolloutLoop:
         settings = {"sampling": sampling, "seed": derive_seed(seed, "refill"), "baseline": self.baseline}
         sample = partial(self.sample_and_score, **settings, watch=watch)
         num_refills, in_loss = 0, True
+        places = list(range(ranks.rank(), len(prompts) * ranks.num_ranks(), ranks.num_ranks()))
         if self.dynamic_sampling is None:
             sampled = chosen = sample(prompts)
         else:
@@ -123,9 +127,10 @@ class RolloutLoop:
             with watch.phase("wait"):
                 same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
                 batch_size = len(prompts) * ranks.num_ranks()
-                with_signal = self.dynamic_sampling.choose(sampled, batch_size=batch_size, may_move=same_noise)
+                with_signal, places = self.dynamic_sampling.choose(sampled, batch_size=batch_size, may_move=same_noise)
             # A batch must not be empty: a rank without groups to train on keeps one, and leaves it out of the loss.
             in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
+            places = places or [0]
         with watch.phase("wait"):
             unscored = 1 - ranks.gather(sampled.table.scored.float()).mean().item()
             if unscored > self.max_unscored_share:
@@ -136,7 +141,7 @@ class RolloutLoop:
                     "at the answers of these prompts, or raise the limit"
                 )
         experience = self._experience(chosen, in_loss=in_loss)
-        rollout = Rollout(sampled, chosen, experience, num_refills, num_noisy_norms)
+        rollout = Rollout(sampled, chosen, places, experience, num_refills, num_noisy_norms)
         for observe in self.observers:
             with watch.phase("check"):
                 observe(rollout)

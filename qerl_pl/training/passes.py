@@ -4,7 +4,7 @@ Shapes: B rows of the rollout (a prompt and its completion each), S tokens of th
 L mixture-of-experts layers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -39,6 +39,9 @@ class UpdateSettings:
     """Epochs over the batch."""
     num_mini_batches: int = 1
     """Optimizer steps per epoch, each on a different subset of the prompts, as in PPO."""
+    places: Sequence[int] | None = None
+    """Index of each group of this rank (the completions of a prompt) in the batch of all ranks; None: rank r of W has
+    the groups r, r + W, r + 2W and so on."""
 
 
 class Part(NamedTuple):

@@ -1,6 +1,7 @@
 """Decide which tokens of a rollout count in which term of the loss, and by which number of tokens or rows each term is
 divided. Both depend on all micro-batches and ranks, so they are computed before the first backward pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,9 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
     if objective.correction_divisor == "kept":
         log_ratio = batch.old - experience.sampler_logprobs
         counted = counted & (objective.importance(log_ratio, counted).weights > 0)
-    of_groups = mini_batches(len(experience.lengths) // settings.group_size, settings.num_mini_batches)
+    num_groups, num_ranks = len(experience.lengths) // settings.group_size, ranks.num_ranks()
+    places = settings.places or range(ranks.rank(), num_groups * num_ranks, num_ranks)
+    of_groups = mini_batches(places, settings.num_mini_batches)
     mini_batch = of_groups.repeat_interleave(settings.group_size).to(batch.rows.device)
     counts = [
         count_divisor(mask[mini_batch == index], objective.aggregation, max_tokens=settings.max_tokens)
@@ -69,17 +72,16 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
     return BatchTerms(mini_batch, kept, counted, divisors, policy_divisors)
 
 
-def mini_batches(num_groups: int, num_mini_batches: int) -> Tensor:
+def mini_batches(places: Sequence[int], num_mini_batches: int) -> Tensor:
     """Assign each group (the completions of a prompt) of this rank to a mini-batch; returns the indices of the
-    mini-batches, [num_groups] int64. Every rank must call this function, because the numbers of groups are gathered
-    from all ranks.
+    mini-batches, int64. ``places`` has the index of each group among the groups of all ranks. Every rank must call this
+    function, because the indices are gathered from all ranks.
 
-    The groups of all W ranks have a common order, in which rank r has the groups r, r + W, r + 2W and so on. Each
-    mini-batch consists of consecutive groups of this order, so its groups do not depend on W. If dynamic sampling
-    leaves fewer groups, mini-batches are smaller.
+    Each mini-batch consists of consecutive groups of the batch of all ranks, so its groups do not depend on the number
+    of ranks. If dynamic sampling leaves fewer groups, mini-batches are smaller.
     """
+    indices = torch.tensor(places)
     if num_mini_batches == 1:
-        return torch.zeros(num_groups, dtype=torch.int64)
-    total = int(ranks.gather(torch.tensor([num_groups])).sum())
-    place = torch.arange(num_groups) * ranks.num_ranks() + ranks.rank()
-    return (place * num_mini_batches // total).clamp(max=num_mini_batches - 1)
+        return torch.zeros_like(indices)
+    total = int(ranks.gather(indices).max()) + 1
+    return indices * num_mini_batches // total

@@ -31,7 +31,7 @@ class Steps:
         """Take the optimizer steps on one rollout. ``groups`` says for each of its groups whether it has a signal."""
         chosen = SimpleNamespace(has_signal=torch.tensor(groups), rows=lambda: [{"prompt": "1 + 1"}])
         for observe in self.module.loop.observers:
-            observe(SimpleNamespace(chosen=chosen))
+            observe(SimpleNamespace(chosen=chosen, places=range(len(groups))))
         for norm in norms:
             self.module.grad_norm = torch.tensor(norm)
             self.guard.on_before_optimizer_step(self.trainer, self.module, self.optimizer)
