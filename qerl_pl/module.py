@@ -154,6 +154,14 @@ class QeRLModule(LightningModule):
                 objective=self.settings.objective,
                 batch_size=self._data.batch_size,
             )
+            term, left = self.objective.teacher, 0
+            if term is not None and term.rollouts is not None and not self.is_rewarded:
+                left = self.num_rollouts - term.rollouts
+            if left > 0:
+                rank_zero_warn(
+                    "no reward has a weight, and the term of the teacher is 0 after model.objective.teacher.rollouts: "
+                    f"nothing trains the policy in the last {left} of {self.num_rollouts} rollouts"
+                )
             check_answers(self.rewards, self._data.some_train_prompts())
         if self.trainer.strategy.root_device.type == "cuda":
             self._plan_memory(stage)
