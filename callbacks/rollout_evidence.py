@@ -85,6 +85,21 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
     return {"gap": gap / count, "high_gap": high, "logit_gap": logits / count, "far_share": far / count}
 
 
+def lengths_and_means(batch: ScoredBatch) -> list[tuple[float, float]]:
+    """Return for each completion its number of tokens and the mean of their log-probabilities in nats. Equal
+    completions of a prompt all get the mean of the first one. Their own means may differ in the last bits, because an
+    engine computes a prompt with its first completion and finds it cached for the others, and the test of whether
+    values depend on the place in the group would find that."""
+    firsts: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+    return [
+        (
+            float(len(row.tokens)),
+            firsts.setdefault((prompt.tokens, row.tokens), math.fsum(row.logprobs) / len(row.tokens)),
+        )
+        for prompt, row in zip(batch.prompts, batch.completions, strict=True)
+    ]
+
+
 def num_different(trainer: Tensor) -> int:
     """Count how many different values the trainer's log-probabilities [N] of this rank's N tokens have, and add up
     these numbers over the ranks. Tokens of equal completions count once, and so do tokens with probability 1."""
@@ -314,7 +329,7 @@ class RolloutEvidence(Callback):
 
     def _check_order(self, pl_module: QeRLModule, batch: ScoredBatch) -> None:
         index, size = pl_module.rollout_index, batch.group_size
-        numbers = [(float(len(row.tokens)), math.fsum(row.logprobs) / len(row.tokens)) for row in batch.completions]
+        numbers = lengths_and_means(batch)
         values = torch.tensor(ranks.gather_groups(numbers, size), dtype=torch.float64).T.reshape(2, -1, size)
         generator = torch.Generator().manual_seed(derive_seed(pl_module.settings.seed, "order", index))
         uniforms = torch.rand(values.shape, generator=generator, dtype=torch.float64)

@@ -12,12 +12,13 @@ import torch
 
 import train
 from callbacks import rollout_evidence
-from callbacks.rollout_evidence import RolloutEvidence
+from callbacks.rollout_evidence import RolloutEvidence, lengths_and_means
 from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
+from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy import jumps
-from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
+from qerl_pl.policy.evidence import ALTERNATIVES, SHARES, accumulated, log_false_alarm, order_evidence
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
 from tests.callbacks.conftest import with_arguments
@@ -154,6 +155,21 @@ def test_a_gap_that_rounding_errors_explain_is_no_jump(run, short, tmp_path, mon
     write_checkpoint(checkpoint, file)
     with pytest.raises(RuntimeError, match="times the usual"):
         run("fit", tmp_path, *SHORT, "--trainer.max_steps", "6", "--ckpt_path", "last")
+
+
+def test_last_bits_of_the_first_of_equal_completions_are_no_order():
+    generator = torch.Generator().manual_seed(0)
+    total = torch.full((len(SHARES) * 12,), -torch.inf, dtype=torch.float64)
+    for _ in range(30):
+        errors = 1e-7 * torch.randn(32, generator=generator).sign()
+        rows = [(-0.1 + error * (place == 0),) for error in errors.tolist() for place in range(8)]
+        completions = [Completion((7,), logprobs, True) for logprobs in rows]
+        prompts = [Prompt((group,), "") for group in range(32) for _ in range(8)]
+        batch: Any = SimpleNamespace(prompts=prompts, completions=completions)
+        values = torch.tensor(lengths_and_means(batch), dtype=torch.float64).T.reshape(2, 32, 8)
+        uniforms = torch.rand(values.shape, generator=generator, dtype=torch.float64)
+        total = accumulated(total, order_evidence(values, uniforms))
+    assert log_false_alarm(total) > -5
 
 
 @pytest.mark.parametrize("num_rows", [2, 512])
