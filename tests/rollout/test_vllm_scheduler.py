@@ -197,3 +197,45 @@ def test_log_probabilities_go_with_their_tokens_in_steps_of_several_tokens(core,
     assert (emitted > 0.8 * played.accepted) if most_drafts else not counts.verified
     assert 0 <= counts.drafted.total() - emitted <= played.accepted + played.rejected - emitted
     assert not most_drafts or (played.accepted > 50 and played.rejected > 50)
+
+
+@pytest.mark.parametrize("most_drafts", [0, 4])
+def test_experts_are_known_of_requests_that_end_while_they_are_preempted(core, most_drafts):
+    """If a request is preempted while its last token is being computed, it ends without blocks of the KV cache. Here
+    the recorded experts of a token are its position."""
+    import torch
+
+    from qerl_pl.quant.experts import Routing
+    from qerl_pl.rollout.vllm.routes import RouteRecorder
+
+    scheduler = make_scheduler(core, num_blocks=16)
+    scheduler.recorder = recorder = RouteRecorder(Routing(num_layers=1, num_experts=512, chosen=1))
+    [group] = scheduler.kv_cache_config.kv_cache_groups
+    recorder.attention, manager = group.layer_names[0], scheduler.kv_cache_manager
+    recorder._chosen = chosen = torch.full((16 * BLOCK_SIZE + 1, 1, 1), -1, dtype=torch.int16)
+    without_blocks, free, schedule = [], scheduler._free_request, scheduler.schedule
+
+    def compute() -> Any:
+        step = schedule()
+        for name, number in step.num_scheduled_tokens.items():
+            [blocks], end = manager.get_block_ids(name), scheduler.requests[name].num_computed_tokens
+            for place in range(end - number, end):
+                chosen[blocks[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE] = place
+        return step
+
+    def count(request: Any, *args: Any) -> Any:
+        without_blocks.extend([request.request_id] * (manager.get_block_ids(request.request_id) == ([],)))
+        return free(request, *args)
+
+    scheduler.schedule, scheduler._free_request = compute, count
+    played, lengths = Played(scheduler, most_drafts, seed=0), {}
+    while played.requests < 100 or scheduler.has_unfinished_requests():
+        if played.requests < 100 and len(scheduler.requests) < 8:
+            played.add()
+        lengths |= {name: request.num_prompt_tokens for name, request in scheduler.requests.items()}
+        played.step()
+    assert without_blocks
+    routes = scheduler.take_routes()
+    for name, tokens in played.tokens.items():
+        expected = range(lengths[name] + len(tokens) - 1)
+        assert routes[name.partition("-")[0]].flatten().tolist() == list(expected)

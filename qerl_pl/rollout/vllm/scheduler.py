@@ -78,18 +78,32 @@ class RolloutScheduler(AsyncScheduler):
         if self.recorder:
             self.recorder.clear()
 
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        """Store which experts computed the tokens of a request, and let vLLM preempt it, that is, free its blocks. The
+        request may end without blocks, by a token that is being computed."""
+        self._store_routes(request, request.num_computed_tokens)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         """Store for ``take_routes`` which experts computed the tokens of an ended request, and let vLLM free the
-        request. The experts are recorded by slot of the KV cache, so they must be read before vLLM gives the request's
-        blocks to other requests."""
-        params = request.sampling_params
-        if self.recorder and request.num_output_tokens and params and params.prompt_logprobs is None:
-            of_group = self.kv_cache_manager.get_block_ids(request.request_id)
-            for group, blocks in zip(self.kv_cache_config.kv_cache_groups, of_group, strict=True):
-                if self.recorder.attention in group.layer_names:
-                    size = group.kv_cache_spec.block_size
-                    self._routes[request.request_id] = self.recorder.read(blocks, size, request.num_tokens - 1)
+        request."""
+        if request.num_output_tokens:
+            self._store_routes(request, request.num_tokens - 1)
         return super()._free_request(request, delay_free_blocks)
+
+    def _store_routes(self, request: Request, num_tokens: int) -> None:
+        """Store which experts computed the first ``num_tokens`` tokens of a request. They are recorded by slot of the
+        KV cache, so they must be read before vLLM gives the request's blocks to other requests. A request that has been
+        preempted has no blocks; its experts were stored then."""
+        params, name = request.sampling_params, request.request_id
+        if not self.recorder or not params or params.prompt_logprobs is not None:
+            return
+        groups = zip(self.kv_cache_config.kv_cache_groups, self.kv_cache_manager.get_block_ids(name), strict=True)
+        for group, blocks in groups:
+            if self.recorder.attention in group.layer_names:
+                size = group.kv_cache_spec.block_size
+                read = self.recorder.read(blocks, size, num_tokens) if blocks else self._routes[name][:num_tokens]
+                self._routes[name] = read
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step."""
