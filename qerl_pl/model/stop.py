@@ -72,8 +72,20 @@ class StopStrings(StoppingCriteria):
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if self.lengths[row] is not None:
                 continue
-            text = self._tails[row] + (self._streams[row].step(self._tokenizer, token) or "")
+            text = self._tails[row] + self._text_of(row, token)
             if any(each in text for each in self._stop):
                 self.lengths[row] = self._num_tokens
             self._tails[row] = text[max(0, len(text) - self._kept) :]
         return torch.tensor([length is not None for length in self.lengths], device=input_ids.device)
+
+    def _text_of(self, row: int, token: int) -> str:
+        """Return the text that a token adds to a row's completion. Bytes that are no character may change the text of
+        bytes before them, which DecodeStream refuses; the text then goes on with this token, as in vLLM."""
+        try:
+            text = self._streams[row].step(self._tokenizer, token)
+        except Exception as error:  # the tokenizers library has no type of its own for it
+            if not str(error).startswith("Invalid prefix encountered"):
+                raise
+            self._streams[row] = DecodeStream(skip_special_tokens=False)
+            text = self._streams[row].step(self._tokenizer, token)
+        return text or ""

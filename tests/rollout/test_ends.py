@@ -68,3 +68,15 @@ def test_wrong_ends_stop_the_run_and_are_named(tokens, finished, stop, message):
 def test_without_end_tokens_only_the_limit_ends_a_completion():
     with pytest.raises(CheckFailed, match=r"no end token .*there is none"):
         check((7, 1), finished=True, ends=())
+
+
+def test_stop_strings_are_found_after_bytes_that_are_no_character():
+    """A smiley of four byte tokens is a character until the next byte token, which begins another one and is followed
+    by a word: then all five bytes are shown as replacement characters."""
+    words = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"word": 256, "stop": 257, "<unk>": 258}
+    writer = Tokenizer(models.BPE(words, [], byte_fallback=True, unk_token="<unk>"))
+    writer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=writer)
+    group = [Completion((*"😀".encode(), 0xF0, 256, *end), (), True) for end in ((257,), (256, 257))]
+    sampling = Sampling(num_completions=2, max_tokens=9, stop=("stop",))
+    check_ends([group], [Prompt((256,), "")], sampling, end_tokens=(), tokenizer=tokenizer, engine="Engine")
