@@ -35,6 +35,8 @@ KV_BLOCK = 16
 """Tokens per block of the KV cache, unless the engine's settings say otherwise."""
 SCORED_TOGETHER = 1024
 """Prompt tokens whose logits vLLM computes at once."""
+VOCABULARY = 64
+"""Number to a multiple of which vLLM pads vocabularies."""
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> int:
@@ -294,9 +296,9 @@ def kv_cache(
 
 def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, shared_embeddings: bool) -> int:
     """Return the bytes of vLLM's weights: 4-bit linear layers, and everything else in vLLM's compute dtype. Embedding
-    and output head are not counted if vLLM shares them with the trainer, which requires that both have the same
-    dtype."""
-    own_embeddings = not shared_embeddings or engine_itemsize != itemsize
+    and output head are not counted if vLLM shares them with the trainer, which requires that both have the same dtype,
+    and that vLLM does not pad the vocabulary."""
+    own_embeddings = not shared_embeddings or engine_itemsize != itemsize or shape.vocabulary % VOCABULARY > 0
     dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
     dense += own_embeddings * shape.embedding_bytes
     return shape.engine_packed_bytes + dense // itemsize * engine_itemsize
