@@ -39,10 +39,17 @@ VOCABULARY = 64
 """Number to a multiple of which vLLM pads vocabularies."""
 
 
-def adapted(shape: ModelShape, targets: Collection[str]) -> int:
-    """Return the number of LoRA parameters of one decoder block at rank 1: the sum of outputs plus inputs over its
-    linear layers whose names are in ``targets``."""
-    return sum(rows + columns for name, rows, columns in shape.linears if name in targets)
+def adapted(shape: ModelShape, targets: Collection[str]) -> list[tuple[int, list[tuple[str, int, int]]]]:
+    """Return, for each kind of decoder block, the number of such blocks, and those of their linear layers
+    (``ModelShape.linears``) whose names are in ``targets``."""
+    return [(number, [linear for linear in linears if linear[0] in targets]) for number, linears in shape.linears]
+
+
+def adapted_values(shape: ModelShape, targets: Collection[str]) -> list[tuple[int, int]]:
+    """Return, for each kind of decoder block, the number of such blocks, and the number of LoRA parameters of one at
+    rank 1: the sum of outputs plus inputs over its linear layers whose names are in ``targets``."""
+    kinds = adapted(shape, targets)
+    return [(number, sum(rows + columns for _, rows, columns in linears)) for number, linears in kinds]
 
 
 def adapted_experts(shape: ModelShape) -> int:
@@ -57,8 +64,8 @@ def adapter_values(
     """Return the number of trained parameters of a run: those of LoRA (with rank ``expert_rank`` on experts, and
     ``rank`` elsewhere) and, if ``train_norms``, those of norms."""
     norms = shape.trained_norms * shape.hidden if train_norms else 0
-    values = shape.num_layers * (rank * adapted(shape, targets) + norms)
-    return values + shape.experts.layers * expert_rank * adapted_experts(shape)
+    values = rank * sum(number * values for number, values in adapted_values(shape, targets))
+    return values + shape.num_layers * norms + shape.experts.layers * expert_rank * adapted_experts(shape)
 
 
 def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
@@ -135,12 +142,14 @@ def block_kept(
     # ``width`` and ``inputs`` below count a dense MLP, of which a shared expert is one
     chosen_only -= itemsize * (3 if fused else 4) * (shape.inner - shape.experts.shared)
     chosen_only = max(0, chosen_only + itemsize * shape.hidden * (shape.experts.shared > 0))
+    blocks = [linears for _, linears in adapted(shape, targets)]
     if dropout:
-        inputs = (itemsize + 1) * sum(columns for name, _, columns in shape.linears if name in targets)
+        inputs = (itemsize + 1) * max(sum(columns for _, _, columns in linears) for linears in blocks)
     width = mixer + (2 if fused else 3) * shape.inner
-    width += rank * sum(name in targets for name, _, _ in shape.linears) + fused * norm_inputs
+    width += rank * max(map(len, blocks)) + fused * norm_inputs
     fp32 = shape.num_heads + (norm_rows if fused else norm_inputs) + 2 * sizes.value_width
-    linears = itemsize * rank * adapted(shape, targets) + expert_factors(shape, itemsize, expert_rank)
+    linears = itemsize * rank * max(values for _, values in adapted_values(shape, targets))
+    linears += expert_factors(shape, itemsize, expert_rank)
     return tokens * (inputs + itemsize * width + 4 * fp32 + chosen_only) + linears
 
 
@@ -168,7 +177,8 @@ def block_kept_selectively(
     in_place = ("q_proj", "k_proj") if fused and not shape.head_norms else ()
     shared = ("v_proj", shape.last_linear, *in_place)
     if not dropout:
-        width += sum(rows for name, rows, _ in shape.linears if name in targets and name not in shared)
+        outputs = set(targets) - set(shared)
+        width += max(sum(rows for _, rows, _ in linears) for _, linears in adapted(shape, outputs))
     # the output of a mixture, and its input if experts have adapters
     width += shape.hidden * ((shape.experts.num > 0) + (expert_rank > 0))
     kept = tokens * (itemsize * width + 4 * shape.num_heads + experts_kept(shape, itemsize))
@@ -346,7 +356,7 @@ def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: b
 def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
     """Return the bytes of the memory in which vLLM holds one adapter (a slot). The adapters of gate and up of an expert
     share one matrix A in the trainer; in vLLM, each has its own copy."""
-    values = slot_rank(rank) * shape.num_layers * adapted(shape, targets)
+    values = slot_rank(rank) * sum(number * values for number, values in adapted_values(shape, targets))
     if expert_rank:
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden
         values += slot_rank(max(MULTIPLE, expert_rank)) * shape.experts.layers * of_experts

@@ -1,6 +1,7 @@
 """Dimensions of a model and bytes of its weights, determined without loading weights: from the headers of a
 checkpoint's files, from config.json, or only from the model's name."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -99,9 +100,9 @@ class ModelShape:
     """Number of norms per block that ``train_norms`` trains."""
     last_linear: str
     """Name of the last linear layer of a block (e.g. ``down_proj``), whose output is not needed for backward."""
-    linears: tuple[tuple[str, int, int], ...]
-    """Name, number of outputs N and number of inputs K of each linear layer of a block that LoRA may adapt; if blocks
-    differ, the largest sizes."""
+    linears: tuple[tuple[int, tuple[tuple[str, int, int], ...]], ...]
+    """Kinds of blocks: the number of blocks of each kind, and name, number of outputs N and number of inputs K of each
+    of their linear layers that LoRA may adapt."""
     linear_bytes: int
     """Bytes of the trainer's linear layers except the language-model head."""
     engine_linear_bytes: int
@@ -250,7 +251,7 @@ def _shape(
         fusable=len(family.elementwise) == 3,
         trained_norms=len(family.noise_norms),
         last_linear=family.last_linear,
-        linears=_widest_linears(model.get_submodule("model.layers"), family.projections),
+        linears=_linears_of_blocks(model.get_submodule("model.layers"), family.projections),
         linear_bytes=linear_bytes,
         engine_linear_bytes=sum(dense.values()) if fmt is NF4 else linear_bytes,
         engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
@@ -279,14 +280,18 @@ def _recurrent(config: PretrainedConfig) -> Recurrent:
     )
 
 
-def _widest_linears(blocks: nn.Module, names: Collection[str]) -> tuple[tuple[str, int, int], ...]:
-    widest: dict[str, tuple[int, int]] = {}  # over all blocks, whose sizes differ in some families
-    for name, module in blocks.named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and leaf in names:
-            rows, columns = widest.get(leaf, (0, 0))
-            widest[leaf] = max(rows, module.out_features), max(columns, module.in_features)
-    return tuple((name, *sizes) for name, sizes in widest.items())
+def _linears_of_blocks(
+    blocks: nn.Module, names: Collection[str]
+) -> tuple[tuple[int, tuple[tuple[str, int, int], ...]], ...]:
+    kinds = Counter(
+        tuple(
+            (leaf, module.out_features, module.in_features)
+            for name, module in block.named_modules()
+            if isinstance(module, nn.Linear) and (leaf := name.rpartition(".")[2]) in names
+        )
+        for block in blocks.children()
+    )
+    return tuple((number, linears) for linears, number in kinds.items())
 
 
 def _native_part(packed: Mapping[str, FrozenLinear]) -> tuple[int, tuple[str, ...]]:

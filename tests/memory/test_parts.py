@@ -104,7 +104,8 @@ def test_a_block_keeps_what_the_formulas_list(family, targets, dtype, fused, how
     padding = 0 if dropout and not how.selective else shape.query_width
     if how.selective and not dropout:
         twice = ["v_proj", *(("q_proj", "k_proj") if fused and family != "qwen3" else ())]
-        padding += sum(rows for name, rows, _ in shape.linears if name in twice and name in targets)
+        [(_, linears)] = shape.linears
+        padding += sum(rows for name, rows, _ in linears if name in twice and name in targets)
     predicted += TOKENS * padding * dtype.itemsize
     if targets != PROJECTIONS and not how.selective and not dropout:  # the formula counts the inputs of all linears
         assert kept < predicted
@@ -150,7 +151,7 @@ def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how, dropout, ex
         predicted = parts.block_kept_selectively(shape, TOKENS, 2, **options)
     else:
         predicted = parts.block_kept(shape, TOKENS, 2, rank=8, **options)
-    assert 0.8 * predicted < kept <= predicted
+    assert 0.93 * predicted < kept <= predicted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -221,6 +222,13 @@ def test_an_adapter_has_the_values_that_the_formula_counts(family):
     assert parts.adapter_values(shape, rank=8, targets=PROJECTIONS, train_norms=False) == trained
     norms = parts.adapter_values(shape, rank=8, targets=PROJECTIONS, train_norms=True) - trained
     assert norms == 2 * config.hidden_size * config.num_hidden_layers
+
+
+def test_an_adapter_of_blocks_that_differ_has_the_values_that_the_formula_counts():
+    config = recurrent_config(3)
+    trained = sum(value.numel() for value in policy_of(config, torch.float32).adapter_state().values())
+    shape, targets = config_shape(config, None, torch.float32), with_merged(PROJECTIONS)
+    assert parts.adapter_values(shape, rank=8, targets=targets, train_norms=False) == trained
 
 
 def test_slots_have_the_ranks_that_vllm_accepts():

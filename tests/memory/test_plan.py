@@ -115,7 +115,7 @@ def test_the_engine_gives_back_what_its_sleep_level_says():
         return plan(SHAPES["7B"], replace(HALVES, engine=EngineMemory(kv_cache_bytes=7 * GIB, sleep_level=level))).train
 
     shape = SHAPES["7B"]
-    slots = 2 * 32 * shape.num_layers * sum(rows + columns for _, rows, columns in shape.linears)
+    slots = 2 * 32 * sum(number * (rows + columns) for number, block in shape.linears for _, rows, columns in block)
     assert train(0) - train(1) == shape.linear_bytes + shape.other_bytes + slots
     alone = plan(shape, HALVES)
     assert "engine's base" not in alone.parts

@@ -171,7 +171,7 @@ def test_noise_on_each_named_norm_changes_the_policy_and_no_other_norm_has_any(p
 
 def test_the_memory_of_a_family_is_planned_from_its_files(base, policy):
     shape = checkpoint_shape(base, torch.float32)
-    assert {name for name, _, _ in shape.linears} == set(policy.family.projections)
+    assert {name for _, linears in shape.linears for name, _, _ in linears} == set(policy.family.projections)
     norms = [name for name, _ in policy.causal_lm.model.layers[0].named_children() if name.endswith("norm")]
     assert shape.block_norms == len(norms)
     held = sum(tensor.nbytes for tensor in load_base(base, dtype=torch.float32, device="cpu").state_dict().values())
