@@ -29,6 +29,7 @@ from qerl_pl.quant.formats import Format
 from qerl_pl.quant.layouts import WRITERS
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import empty_model, meta_model
+from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.selection import fused_groups, is_ignored
@@ -106,8 +107,8 @@ class ModelShape:
     linear_bytes: int
     """Bytes of the trainer's linear layers except the language-model head."""
     engine_linear_bytes: int
-    """Bytes of vLLM's linear layers except the language-model head; NF4 layers, for which vLLM has no kernels, count as
-    dense."""
+    """Bytes of vLLM's linear layers except the language-model head; layers that vLLM holds dequantised, because it has
+    no kernels for their format, count as dense."""
     engine_packed_bytes: int
     """Bytes of those of vLLM's linear layers that have 4-bit weights, which do not depend on vLLM's compute dtype;
     included in ``engine_linear_bytes``."""
@@ -253,8 +254,8 @@ def _shape(
         last_linear=family.last_linear,
         linears=_linears_of_blocks(model.get_submodule("model.layers"), family.projections),
         linear_bytes=linear_bytes,
-        engine_linear_bytes=sum(dense.values()) if fmt is NF4 else linear_bytes,
-        engine_packed_bytes=0 if fmt is NF4 else packed_bytes,
+        engine_linear_bytes=sum(dense.values()) if _is_unpacked(fmt) else linear_bytes,
+        engine_packed_bytes=0 if _is_unpacked(fmt) else packed_bytes,
         fitting_bytes=fitting_bytes,
         unfit=unfit,
         embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
@@ -264,6 +265,12 @@ def _shape(
         positions=getattr(config, "max_position_embeddings", None),
         short_positions=short_positions,
     )
+
+
+def _is_unpacked(fmt: Format | None) -> bool:
+    """Return whether vLLM holds weights of the format ``fmt`` dequantised, as ``rollout.vllm.setup.lacks`` says."""
+    on_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    return fmt is NF4 or (fmt is MXFP4 and on_blackwell)
 
 
 def _recurrent(config: PretrainedConfig) -> Recurrent:

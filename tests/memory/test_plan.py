@@ -29,6 +29,7 @@ from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, config_shape
 from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
+from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.tools.plan import without_native_kernels
@@ -191,6 +192,18 @@ def test_embeddings_that_are_shared_with_an_engine_of_the_same_dtype_count_once(
     shape = replace(SHAPES["7B"], vocabulary=vocabulary)
     apart = plan(shape, replace(run, shared_embeddings=False))
     assert apart.peak - plan(shape, run).peak == copies * shape.embedding_bytes
+
+
+@pytest.mark.parametrize(
+    ("fmt", "capability", "dense"), [(NF4, (9, 0), True), (MXFP4, (9, 0), False), (MXFP4, (12, 0), True)]
+)
+def test_an_engine_that_lacks_kernels_for_a_format_holds_dense_weights(fmt, capability, dense, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    shape = config_shape(small_config(), fmt, torch.bfloat16)
+    other = config_shape(small_config(), None if dense else fmt, torch.bfloat16)
+    assert shape.engine_linear_bytes == other.linear_bytes
+    assert shape.engine_packed_bytes == (0 if dense else shape.linear_bytes)
 
 
 @pytest.mark.parametrize("fmt", [None, NVFP4, NF4], ids=["dense", "nvfp4", "nf4"])
