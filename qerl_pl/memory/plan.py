@@ -174,7 +174,9 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
     logits, the forward pass over the prompts, and the trainer's pass that computes log-probabilities of completions, to
     compare them with the engine's."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
-    cache = run.batch_tokens * parts.kv_token_bytes(shape, run.itemsize)
+    # a sequence of more than ``batch_tokens`` tokens gets a batch of its own
+    tokens = min(run.rows * run.max_model_len, max(run.batch_tokens, run.max_model_len))
+    cache = tokens * parts.kv_token_bytes(shape, run.itemsize)
     cache += rows * shape.recurrent.num_layers * parts.recurrent_state(shape, run.itemsize)
     logits = 3 * 4 * rows * shape.vocabulary
     prompts = parts.forward_only(shape, rows * run.prompt_tokens, run.itemsize)

@@ -206,6 +206,13 @@ def test_an_engine_that_lacks_kernels_for_a_format_holds_dense_weights(fmt, capa
     assert shape.engine_packed_bytes == (0 if dense else shape.linear_bytes)
 
 
+@pytest.mark.parametrize(("batch_tokens", "tokens"), [(100, 612), (1024, 1024), (10**6, 8 * 612)])
+def test_the_cache_of_transformers_holds_a_batch_and_at_least_the_longest_sequence(batch_tokens, tokens):
+    shape, run = SHAPES["7B"], replace(HALVES, evaluation_tokens=512, batch_tokens=batch_tokens)
+    cache = tokens * kv_token_bytes(shape, 2)
+    assert plan(shape, run).parts["KV cache"]["rollout"] == cache + cache // shape.num_layers
+
+
 @pytest.mark.parametrize("fmt", [None, NVFP4, NF4], ids=["dense", "nvfp4", "nf4"])
 @pytest.mark.parametrize(("trainer", "engine"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_an_engine_of_another_dtype_takes_what_it_takes_beside_a_trainer_of_that_dtype(
