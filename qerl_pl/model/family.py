@@ -88,6 +88,9 @@ class Family:
     refused: tuple[tuple[str, str], ...] = ()
     """Keys of config.json whose values must be null, false or 0, because the feature that they enable is not supported;
     each with a description of this feature for the error message."""
+    partial_rotary: bool = False
+    """Whether transformers can turn only a part of each head by rotary embeddings of the usual kind, as vLLM can in all
+    families."""
     one_window: bool = False
     """Whether vLLM supports this family only if all blocks have a sliding attention window, or none has."""
     experts: Experts | None = None
@@ -150,7 +153,11 @@ _GEMMA4 = replace(
         ("num_kv_shared_layers", "layers that share keys and values (E2B, E4B)"),
     ),
 )
-_MERGED = Family(projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), elementwise=frozenset({"norms"}))
+_MERGED = Family(
+    projections=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    elementwise=frozenset({"norms"}),
+    partial_rotary=True,
+)
 # In Qwen3.5 three of four layers are gated delta nets instead of attention.
 _QWEN35 = Family(
     projections=(*PROJECTIONS, *INSTEAD),
@@ -158,6 +165,7 @@ _QWEN35 = Family(
     elementwise=frozenset({"mlp"}),
     dense=("in_proj_b", "in_proj_a"),
     fp32=("A_log",),
+    partial_rotary=True,
 )
 # Mixtures of experts of Qwen3.5 add the output of an expert that computes every token, multiplied by the sigmoid of a
 # gate.
@@ -175,6 +183,7 @@ _GLM4_MOE = Family(
     dense=("gate",),
     fp32=("gate.weight", "gate.e_score_correction_bias"),
     needed=("head_dim",),
+    partial_rotary=True,
     experts=Experts(
         number="n_routed_experts",
         shared_number="n_shared_experts",

@@ -50,6 +50,10 @@ LONGROPE = ("longrope", "su")
 """Names of the rotary embedding LongRoPE; early Phi-3 checkpoints call it "su"."""
 ORIGINAL = "original_max_position_embeddings"
 """Key of config.json with the length, in tokens, of the longest sequence for which LongRoPE uses its short factors."""
+LONGROPE_FACTORS = ("attention_factor", "short_mscale", "long_mscale")
+"""Keys of LongRoPE with factors of cosines and sines: transformers reads only the first, and vLLM only the others."""
+PARTS_OF_HEADS = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
+"""Keys under which vLLM reads which part of each head rotary embeddings turn; transformers reads only the first."""
 ROPE_FACTORS = ("low_freq_factor", "high_freq_factor")
 ROPE_NUMBERS = (
     "rope_theta", "factor", ORIGINAL, *ROPE_FACTORS, "attention_factor", "beta_fast", "beta_slow",
@@ -83,8 +87,9 @@ def check_family(path: str | Path) -> Mapping:
         _check_experts(file, config, names)
     _check_keys(file, config)
     _check_layers(file, config)
-    for place, rope in _ropes(file, config):
+    for place, rope in (("rope_parameters", {}), *_ropes(file, config)):
         _check_rope(file, place, rope)
+        _check_same_rope(file, place, rope, config)
     if family.one_window:
         _check_windows(file, config)
     return config
@@ -314,3 +319,29 @@ def _check_rope(file: Path, place: str, rope: Mapping) -> None:
     for name in ROPE_FACTORS if kind == "llama3" else ():
         if rope.get(name) is None:
             raise ValueError(f"{file}: {place} is of the kind 'llama3' and has no {name}; take it from the original")
+
+
+def _check_same_rope(file: Path, place: str, rope: Mapping, config: Mapping) -> None:
+    """Raise ValueError if transformers and vLLM would compute different rotary embeddings from the settings ``rope``,
+    which config.json has under the key ``place``, because only one of them acts on a key."""
+    kind, partial = rope.get("rope_type") or rope.get("type"), PARTS_OF_HEADS[0]
+    for name in PARTS_OF_HEADS:
+        value = rope.get(name, config.get(name))
+        acts = name == partial and (kind == "proportional" or FAMILIES[config["model_type"]].partial_rotary)
+        if value not in (None, 1) and not acts:
+            raise ValueError(
+                f"{file}: {name} is {value!r}, which transformers ignores for {config['model_type']} and vLLM does "
+                "not; remove the key if the model was trained without it"
+            )
+    if kind not in LONGROPE:
+        return
+    for name in LONGROPE_FACTORS:
+        if rope.get(name) is not None:
+            raise ValueError(
+                f"{file}: {place}.{name} is {rope[name]!r}, on which only one of transformers and vLLM acts"
+            )
+    original, positions, factor = config.get(ORIGINAL) or rope.get(ORIGINAL), config.get(SIZES[-1]), rope.get("factor")
+    if factor is not None and (not original or not positions or factor != positions / original):
+        raise ValueError(
+            f"{file}: {place}.factor is {factor!r}, which vLLM ignores; expected {SIZES[-1]} / {ORIGINAL}, or no factor"
+        )

@@ -175,9 +175,10 @@ def test_what_a_family_of_the_tests_has_is_taken(tmp_path, family):
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
 GEMMA, MISTRAL = ("gemma3_text", "gemma4_text"), ("mistral", "ministral3", "phi3")
 QWEN35 = ("qwen3_5_text", "qwen3_5_moe_text")
-ROPE, NUMBER = "rope_parameters", "expected a finite number above 0"
+ROPE, PART, NUMBER = "rope_parameters", "partial_rotary_factor", "expected a finite number above 0"
 REFUSED = [
     ({"num_hidden_layers": 10**6, "layer_types": None}, NAMES, "num_hidden_layers is 1000000; expected at most 2000"),
     ({"num_experts": 10**6}, ("qwen3_moe",), "num_experts is 1000000; expected at most 2000"),
@@ -208,6 +209,13 @@ REFUSED = [
     ({ROPE: [1]}, NAMES, "rope_parameters is [1]; expected a mapping"),
     ({ROPE: {**YARN, "factor": 0}}, NAMES, f"factor is 0; {NUMBER}"),
     ({ROPE: {**YARN, "factor": -2.0}}, NAMES, "factor is -2.0"),
+    ({ROPE: {"rope_theta": 1e4, PART: 0.5}}, ("llama", "granite", "qwen2"), f"{PART} is 0.5, which transformers ig"),
+    ({PART: 0.5}, ("llama", "granite", "qwen3_moe", "gemma3_text"), f"{PART} is 0.5, which transformers ignores"),
+    ({ROPE: None, PART: 0.5}, ("llama", "qwen2"), f"{PART} is 0.5, which transformers ignores"),
+    ({"rotary_pct": 0.5}, NAMES, "rotary_pct is 0.5, which transformers ignores"),
+    ({ROPE: {**LONG, "attention_factor": 1.2}}, ("phi3", "llama"), "attention_factor is 1.2, on which only one"),
+    ({ROPE: {**LONG, "short_mscale": 1.2}}, ("phi3", "llama"), "short_mscale is 1.2, on which only one"),
+    ({ROPE: {**LONG, "factor": 8.0}}, ("phi3", "llama"), "factor is 8.0, which vLLM ignores"),
 ]
 
 
