@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine, Sampling
+from qerl_pl.rollout.vllm import VLLMEngine
 from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, some_prompts, started_engine
 
 PROMPTS = some_prompts(1, 40)
@@ -33,6 +36,25 @@ def global_state():
     draws = (random.random(), np.random.random(), torch.rand(()).item())  # noqa: NPY002
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision())
     return draws, settings, torch.get_num_threads(), torch.set_num_threads, torch.is_grad_enabled()
+
+
+def test_an_engine_without_memory_to_wake_up_stays_asleep():
+    tries = iter([torch.OutOfMemoryError("no memory"), None])
+
+    def wake_up() -> None:
+        if (error := next(tries)) is not None:
+            raise error
+
+    llm: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True), wake_up=wake_up)
+    engine = VLLMEngine()
+    engine._llm, engine._asleep = llm, True
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.wake()
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.set_norm_noise(NormNoise())
+    engine.wake()
+    assert next(tries, "none is left") == "none is left"
+    assert engine._running() is llm
 
 
 def test_starting_loads_the_policys_adapter_and_starting_again_changes_nothing(started):

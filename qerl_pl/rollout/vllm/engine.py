@@ -306,10 +306,10 @@ class VLLMEngine:
         host memory."""
         if not self._asleep:
             return
+        assert self._llm is not None
+        if self._llm.model_config.enable_sleep_mode:
+            self._llm.wake_up()  # if memory is short, the engine stays asleep
         self._asleep = False
-        llm = self._running()
-        if llm.model_config.enable_sleep_mode:
-            llm.wake_up()
 
     def close(self) -> None:
         """Shut vLLM down and free its memory and process groups."""
