@@ -130,8 +130,10 @@ class QeRLCLI(LightningCLI):
         self._starting.close()
         if not self._run_now:
             return
-        settings = self.config[subcommand].model
-        self.model.built = str([settings.engine, settings.rewards])
+        if subcommand != "fit":
+            # a function's text in a Namespace has its address in memory, which is another one in every process
+            settings = yaml.safe_load(self._parser(subcommand).dump(self.config[subcommand], skip_none=False))["model"]
+            self.model.built = str([settings["engine"], settings["rewards"]])
         try:
             super()._run_subcommand(subcommand)
         except BaseException as error:

@@ -6,9 +6,10 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from qerl_pl import __version__
@@ -80,7 +81,13 @@ def evaluation_identity(
 
 def _source(value: object) -> str:
     """Return the import path of a class or function, or of an object's class, with a digest of the files that define
-    it."""
+    it. A partial function or bound method also has the values that it holds."""
+    if isinstance(value, partial):
+        held = [_source(each) if callable(each) else each for each in (*value.args, *value.keywords.values())]
+        return f"{_source(value.func)} with {held} {[*value.keywords]}"
+    if isinstance(value, MethodType):
+        return f"{_source(value.__func__)} of {_source(value.__self__)}"
+    value = inspect.unwrap(value) if callable(value) else value  # a decorator may be of another file
     owner: Any = value if isinstance(value, type | FunctionType) else type(value)
     path = Path(inspect.getfile(owner))
     in_package = bool(getattr(sys.modules.get(owner.__module__), "__package__", ""))

@@ -22,12 +22,26 @@ from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 
 REWARD = """
+import functools
+
 def flat(prompts, completions):
     return [{value} for _ in prompts]
 
 class Flat:
     def __call__(self, prompts, completions):
         return [{value} for _ in prompts]
+
+    @classmethod
+    def of_class(cls, prompts, completions):
+        return [{value} for _ in prompts]
+
+def scaled(prompts, completions, scale):
+    return [scale for _ in prompts]
+
+partly = functools.partial(scaled, scale={value})
+bound = Flat().__call__
+of_class = Flat.of_class
+kept = functools.lru_cache(flat)
 """
 
 
@@ -69,7 +83,7 @@ def test_other_end_tokens_or_another_tokenizer_find_nothing(name, change, base, 
     assert identity(other) != identity(base)
 
 
-@pytest.mark.parametrize("name", ["flat", "Flat"])
+@pytest.mark.parametrize("name", ["flat", "Flat", "partly", "bound", "of_class", "kept"])
 def test_an_edited_reward_is_another_one(name, base, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setitem(sys.modules, "edited_reward", None)

@@ -301,7 +301,9 @@ def test_an_evaluation_reports_and_goes_on_from_the_batches_it_has(run, finished
     sampling = "{num_completions: 3, max_tokens: 8, temperature: 0.7}"
     more = ("--model.val_sampling", sampling, "--data.val_batch_size", "2", *UNCHECKED)
     checkpoint = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"))
-    run("test", tmp_path, *more, *checkpoint)
+    cli = run("test", tmp_path, *more, *checkpoint)
+    assert "tests.integration.toy.low_tokens" in cli.model.built
+    assert " at 0x" not in cli.model.built, "an address in memory is another one in the process that goes on"
     assert "pass@3" in capsys.readouterr().out
     of_policy, of_base = (tmp_path / "test" / name / "evaluation" for name in ("arithmetic-last", "arithmetic"))
     whole = json.loads((of_policy / "test.json").read_text())
