@@ -31,7 +31,7 @@ def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
 
 def different_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the names of the settings that differ between two evaluations, of which ``before`` and ``now`` are the
-    contents of their config.yaml. Only settings of the policy, the problems and the sampling are compared."""
+    contents of their config.yaml. Only settings of policy, problems, sampling and rewards are compared."""
     old, new = _deciding_settings(before), _deciding_settings(now)
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
@@ -39,7 +39,12 @@ def different_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     data, model = config.get("data") or {}, config.get("model") or {}
     settings = {f"data.{name}": value for name, value in data.items() if name not in SAME_PROBLEMS}
-    settings |= {f"model.{name}": model.get(name) for name in ("base", "base_format", "quantize", "val_sampling")}
+    of_model = ("base", "base_format", "quantize", "dtype", "rewards", "val_sampling")
+    settings |= {f"model.{name}": model.get(name) for name in of_model}
+    settings["model.lora.start"] = (model.get("lora") or {}).get("start")
+    for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+        if limit := (config.get("trainer") or {}).get(name):
+            settings[f"trainer.{name}"] = limit, data.get("val_batch_size")
     if not model.get("val_sampling"):  # evaluations are greedy, with the max_tokens of training
         settings["model.sampling.max_tokens"] = (model.get("sampling") or {}).get("max_tokens")
     checkpoint = config.get("ckpt_path")  # below, relative to the run's folder, not to the current one
