@@ -36,10 +36,15 @@ TRAILER = len(MARK) + hashlib.sha256().digest_size  # bytes
 PROBE = 2**20  # bytes that are written as a test of whether the disk is full
 PARTS = {"state_dict": dict, "optimizer_states": list, "global_step": int}
 HIGHEST_STEP = 2**53  # curves have steps as doubles, which represent all integers up to 2^53
-OTHER_BASE = (
-    " (digests of config.json and weights: the files were changed, or the model's main branch on the hub has moved; "
-    "`hf download NAME --revision COMMIT --local-dir FOLDER` gets the old files)"
+MOVED = (
+    "the files were changed, or the model's main branch on the hub has moved; `hf download NAME --revision COMMIT "
+    "--local-dir FOLDER` gets the old files)"
 )
+FILES = {
+    "base": f" (digests of config.json and weights: {MOVED}",
+    "end_tokens": f" (in generation_config.json, config.json and the tokenizer's files: {MOVED}",
+}
+"""Hints of error messages, by the entry of a run's identity that was read from files of the base."""
 BLOCK, ALIGNMENT = 2**26, 64  # bytes: host memory that is allocated at once, and alignment of each tensor's copy in it
 
 
@@ -361,7 +366,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     these values from the checkpoint, ``current`` those of this start; the message lists all differences."""
     differences = [
         f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
-        f"this start has {json.dumps(value)}{OTHER_BASE if name == 'base' else ''}"
+        f"this start has {json.dumps(value)}{FILES.get(name, '')}"
         for name, value in current.items()
         if saved.get(name) != value
     ]

@@ -352,13 +352,15 @@ class QeRLModule(LightningModule):
     @property
     def _rollout_identity(self) -> dict[str, Any]:
         # The number of optimizer steps per rollout must stay the same when a run is resumed, because the rollout index
-        # is computed from the number of optimizer steps.
-        return {"updates_per_rollout": self.settings.steps_per_rollout}
+        # is computed from the number of optimizer steps. The base's digest does not cover all files with end tokens.
+        ends = end_tokens(self.policy.base, self.policy.config)
+        return {"updates_per_rollout": self.settings.steps_per_rollout, "end_tokens": ends}
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store only the adapter's weights in the checkpoint, and the run's identity (base, seed, adapter settings)."""
+        """Store only the adapter's weights in the checkpoint, and the run's identity (base, seed, adapter settings,
+        end tokens)."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         if self.policy.start is not None:
             checkpoint["start"] = self.policy.start
@@ -366,10 +368,12 @@ class QeRLModule(LightningModule):
         checkpoint["optimizer_settings"] = self._optimizer_settings
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the adapter of a checkpoint. ValueError: the checkpoint's base, seed or adapter settings differ from
-        this run's."""
+        """Load the adapter of a checkpoint. ValueError: the checkpoint's base, seed, adapter settings or, in training,
+        end tokens differ from this run's."""
         fits = self.trainer.state.fn == TrainerFn.FITTING
-        check_identity(identity_of(checkpoint), self._identity | (self._rollout_identity if fits else {}))
+        current = self._identity | (self._rollout_identity if fits else {})
+        # checkpoints of earlier versions have no end tokens
+        check_identity({"end_tokens": current.get("end_tokens"), **identity_of(checkpoint)}, current)
         if fits:
             check_training_state(checkpoint, max_steps=self.trainer.max_steps)
             check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))

@@ -235,6 +235,14 @@ def test_a_start_says_what_it_changes_though_the_runs_own_file_was_edited_or_is_
 
 
 @pytest.mark.slow
+def test_a_run_does_not_go_on_with_other_end_tokens(run, short, bases, tmp_path):
+    base, run_dir = shutil.copytree(bases["nvfp4"], tmp_path / "base"), shutil.copytree(short, tmp_path / "run")
+    (base / "generation_config.json").write_text('{"eos_token_id": [7, 256]}')
+    with pytest.raises(ValueError, match=r"end_tokens: the run has \[256\], this start has \[7, 256\]"):
+        run("fit", run_dir, *SHORT, "--model.base", str(base), "--ckpt_path", "last", "--trainer.max_steps", "5")
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_dynamic_sampling_drops_groups_without_signal_and_resumes_exactly(run, tmp_path):
     # Groups have two completions of one token, so the rewards of many groups are equal.
