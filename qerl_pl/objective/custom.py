@@ -31,7 +31,8 @@ class UserFunction:
         example arguments, and return it as a ``UserFunction``.
 
         ``offered`` has the example arguments by name. The function must have a parameter with the first of these names,
-        may have parameters with the other names, and may not require any other argument.
+        may have parameters with the other names, and may not require any other argument. A function with ``**kwargs``
+        gets all of them.
 
         Raises:
             ValueError: the function cannot be imported or has unsuitable parameters, or its call fails or returns
@@ -53,6 +54,8 @@ class UserFunction:
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         ]
         takes = offered.keys() & {parameter.name for parameter in parameters}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            takes = offered.keys()
         if next(iter(offered)) not in takes or not offered.keys() >= set(required):
             raise ValueError(
                 f"{key} is {path}, whose parameters are ({', '.join(parameter.name for parameter in parameters)}); "
@@ -64,22 +67,27 @@ class UserFunction:
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
         """Call the user's function with those arguments of ``offered``, a mapping by name, that it has parameters for,
-        and return its value. If ``offered`` has a mask ``scored``, the value is set to 0 where the mask is False.
+        and return its value in the dtype of the first one. If ``offered`` has a mask ``scored``, the value is set to 0
+        where the mask is False.
 
         Raises:
             ValueError: the function fails, or its value is not a finite floating-point tensor that has the shape of
                 the first value in ``offered``.
         """
+        first = next(iter(offered.values()))
+        given = ((name, offered[name]) for name in self.takes)
+        copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given}
         try:
-            value = self.function(**{name: offered[name] for name in self.takes})
+            value = self.function(**copies)  # which it may change in place
         except torch.OutOfMemoryError:  # the caller repeats the pass with fewer tokens
             raise
         except Exception as error:  # the user's function may raise any error
             raise ValueError(f"{self.key} {self.path} failed: {error!r}") from error
-        shape = next(iter(offered.values())).shape
-        if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
+        if not isinstance(value, Tensor) or value.shape != first.shape or not value.is_floating_point():
             kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{self.key} {self.path} returned {kind}; expected floating-point numbers {list(shape)}")
+            shape = list(first.shape)
+            raise ValueError(f"{self.key} {self.path} returned {kind}; expected floating-point numbers {shape}")
+        value = value.to(first.dtype)  # in which a number of fp64 may be infinite
         value = torch.where(offered["scored"], value, 0.0) if "scored" in offered else value
         if not value.isfinite().all():
             raise ValueError(f"{self.key} {self.path} returned a nan or infinite number; expected finite numbers")
@@ -172,4 +180,4 @@ class UserAdvantages:
 
     def __call__(self, rewards: Tensor, scored: Tensor) -> Tensor:
         """Return advantages [P, G], 0 on unscored rows."""
-        return self.function.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored}).to(rewards.dtype)
+        return self.function.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored})

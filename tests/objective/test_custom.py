@@ -53,6 +53,17 @@ def large_later(logprobs):
 def whole_numbers(rewards):
     return rewards.long()
 
+def too_large(rewards):
+    return rewards.double() * 1e39
+
+def in_place(logprobs, mask, advantages, old_logprobs, **others):
+    mask.zero_()
+    return logprobs.sub_(old_logprobs) * advantages.mul_(others.get("clip_high", 1))
+
+def any_arguments(**given):
+    given["scored"].zero_()
+    return given["rewards"].sub_(given["rewards"].mean())
+
 def centered(rewards, scored):
     mean = rewards.sum(dim=1, keepdim=True) / scored.sum(dim=1, keepdim=True)
     return rewards - mean
@@ -132,6 +143,7 @@ def test_advantages_of_ones_own_are_taken_as_they_are_but_0_without_a_score():
         ({"baseline": "mean"}, "baseline is 'mean'; expected normalized, batch_normalized"),
         ({"baseline": "own_functions.clipped"}, "expected rewards and, as far as it needs them, scored"),
         ({"baseline": "own_functions.whole_numbers"}, r"returned torch.int64 \[2, 3\]"),
+        ({"baseline": "own_functions.too_large"}, "returned a nan or infinite number"),
     ],
     ids=str,
 )
@@ -139,6 +151,21 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(settings, message
     with pytest.raises(ValueError, match=rf"^model\.objective\..*{message}") as error:
         Objective(**settings)
     assert "\n" not in str(error.value)
+
+
+def test_a_function_may_change_its_arguments_and_take_any():
+    batch, objective = inputs(), Objective(surrogate="own_functions.in_place", clip_high=0.5).resolve()
+    before = [value if value is None else value.detach().clone() for value in batch]
+    assert batch.importance is not None
+    values = (batch.logprobs - batch.old_logprobs) * batch.advantages.unsqueeze(1) * 0.5
+    loss, _, _ = objective.loss(batch)
+    torch.testing.assert_close(loss, torch.where(batch.kept, values * batch.importance, 0.0).sum() / 9)
+    loss.backward()
+    for value, old in zip(batch, before, strict=True):
+        torch.testing.assert_close(value, old, rtol=0, atol=0)
+    scored, own = torch.ones(1, 2, dtype=torch.bool), Objective(baseline="own_functions.any_arguments").resolve()
+    assert group_advantages(torch.tensor([[1.0, 0.0]]), scored, own.baseline).tolist() == [[0.5, -0.5]]
+    assert scored.all()
 
 
 def test_a_value_that_is_not_finite_ends_the_update():
