@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from qerl_pl.common.json_lines import stored_text
 from qerl_pl.common.types import Problem
 
 
@@ -42,21 +43,38 @@ class Pair:
 
 def check_problems(problems: Any, source: str) -> list[Problem]:
     """Check what a source returned, and return it as a list. ValueError: an element is no ``Problem`` with question and
-    answer as texts; ``source`` is the name of the source for the message."""
+    answer as texts, a sequence of messages of which the last is the user's, and a mapping of columns; ``source`` is the
+    name of the source for the message."""
     if not isinstance(problems, Iterable):
         raise ValueError(f"{source} gives {str(problems)[:80]!r}; expected a list of qerl_pl.common.types.Problem")
     problems = list(problems)
     for number, problem in enumerate(problems):
+        where = f"{source}: problem {number}"
         if not isinstance(problem, Problem):
             raise ValueError(
-                f"{source}: problem {number} is {str(problem)[:80]!r} of type {type(problem).__name__}; expected "
+                f"{where} is {str(problem)[:80]!r} of type {type(problem).__name__}; expected "
                 "qerl_pl.common.types.Problem(question, answer)"
             )
-        for field in ("question", "answer"):
+        for field, kinds, expected in (
+            ("question", str, "text"),
+            ("answer", str, "text"),
+            ("messages", list | tuple, "a list of messages with role and content"),
+            ("row", Mapping, "a mapping of columns"),
+        ):
             value = getattr(problem, field)
-            if not isinstance(value, str):
+            if not isinstance(value, kinds):
                 raise ValueError(
                     f"{source}: the {field} of problem {number} is {str(value)[:80]!r} of type {type(value).__name__}; "
-                    "expected text"
+                    f"expected {expected}"
                 )
+        for message in problem.messages:
+            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{where} has the message {str(message)[:80]!r}; expected texts as role and content")
+            stored_text(texts[-1], f"{where}: content")
+        if problem.messages and problem.messages[-1]["role"] != "user":
+            role = problem.messages[-1]["role"]
+            raise ValueError(f"{where}: the last message is of role {role!r}; expected the user's")
+        stored_text(problem.question, f"{where}: question")
+        stored_text(problem.answer, f"{where}: answer")
     return problems

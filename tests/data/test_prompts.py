@@ -225,6 +225,11 @@ def test_validation_questions_leave_training_also_those_beyond_the_limit(tokeniz
         ([*problems(1), Problem("q", None)], HELD, "Fixed: the answer of problem 1 is 'None'"),  # pyright: ignore
         ([("q", "1")], HELD, r"Fixed: problem 0 is .* of type tuple; expected .*Problem\(question, answer\)"),
         ([{"question": "q", "answer": "1"}], HELD, "of type dict"),
+        ([Problem("q", "1", {"level": 3})], HELD, "messages of problem 0 is .* of type dict; expected a list"),  # pyright: ignore
+        ([Problem("q", "1", row=None)], HELD, "the row of problem 0 is 'None' .*; expected a mapping"),  # pyright: ignore
+        ([Problem("q", "1", ({"role": "user"},))], HELD, "problem 0 has the message .*; expected texts as role"),
+        ([Problem("q", "1", ({"role": "assistant", "content": "q"},))], HELD, "last message is of role 'assistant'"),
+        ([Problem("q\ud800", "1")], HELD, "problem 0: question is no valid Unicode text"),
         (None, HELD, "Fixed gives 'None'; expected a list"),
     ],
 )
