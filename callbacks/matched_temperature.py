@@ -14,6 +14,7 @@ from typing_extensions import override
 from qerl_pl.common.metrics import Mean, over_ranks
 from qerl_pl.module import QeRLModule
 from qerl_pl.results.curves import SURPRISAL, read_curves
+from qerl_pl.rollout.base import LOWEST_TEMPERATURE
 
 
 class MatchedTemperature(Callback):
@@ -29,12 +30,12 @@ class MatchedTemperature(Callback):
 
     Args:
         curve: folder of a run that logged ``rollout/surprisal``, or a JSON file with a list of nats per token, one per
-            rollout; rollouts beyond its end use the last value. ``python -m qerl_pl study STUDY.yaml --analyse`` writes
-            such a file for each arm (variant) of a study, analysis/surprisal/ARM.json, with the mean over the arm's
-            runs (one per seed).
+            rollout; rollouts beyond its end use the last value. A resumed run keeps the values of its first start.
+            ``python -m qerl_pl study STUDY.yaml --analyse`` writes such a file for each arm (variant) of a study,
+            analysis/surprisal/ARM.json, with the mean over the arm's runs (one per seed).
         gain: gain in the formula above; with a higher one, the entropy comes back to the curve faster.
-        limits: lowest and highest temperature that is set. If the formula gives a temperature outside, the nearer limit
-            is set, the first time with a warning.
+        limits: lowest (at least 0.01) and highest temperature that is set. If the formula gives one outside, the nearer
+            limit is set, the first time with a warning.
 
     Raises:
         ValueError: a setting is out of its range; or, when training starts, ``curve`` does not exist or does not hold a
@@ -50,8 +51,10 @@ class MatchedTemperature(Callback):
     def __init__(self, curve: str, gain: float = 0.3, limits: tuple[float, float] = (0.5, 2.0)) -> None:
         if not 0 < gain < math.inf:
             raise ValueError(f"gain is {gain}; expected a finite number above 0")
-        if not 0 < limits[0] < limits[1] < math.inf:
-            raise ValueError(f"limits are {list(limits)}; expected two temperatures above 0, the lower one first")
+        if not LOWEST_TEMPERATURE <= limits[0] < limits[1] < math.inf:
+            raise ValueError(
+                f"limits are {list(limits)}; expected two temperatures from {LOWEST_TEMPERATURE}, the lower one first"
+            )
         self.curve, self.gain, self.limits = curve, gain, limits
         self._targets: list[float] = []
         self._temperature: float | None = None
@@ -61,15 +64,17 @@ class MatchedTemperature(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: QeRLModule, stage: str) -> None:
         if stage == "fit":
-            self._targets = _read(Path(self.curve))
+            self._targets = _read(Path(self.curve).expanduser())
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"temperature": self._temperature}
+        return {"temperature": self._temperature, "curve": self.curve, "targets": self._targets}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._temperature = state_dict["temperature"]
+        if state_dict.get("curve") == self.curve:  # what it names may have changed, as a run that goes on does
+            self._targets = list(state_dict["targets"])
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, *_: Any) -> None:
@@ -109,6 +114,10 @@ def _read(path: Path) -> list[float]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"curve {path} is no JSON: {error}") from error
-    if not isinstance(values, list) or not values or not all(isinstance(v, int | float) and v > 0 for v in values):
+    if not isinstance(values, list) or not values or not all(map(_is_target, values)):
         raise ValueError(f"curve {path} is no list of numbers above 0: nats per token, one per rollout")
     return list(map(float, values))
+
+
+def _is_target(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -40,7 +40,11 @@ def test_the_entropy_comes_to_the_curve_and_a_stopped_run_goes_on_with_its_tempe
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "does not exist"), ("{", "is no JSON"), ("[]", "no list of numbers"), ("[1, -1]", "no list of numbers")],
+    [
+        (None, "does not exist"),
+        ("{", "is no JSON"),
+        *((text, "no list of numbers") for text in ("[]", "[1, -1]", "[1, Infinity]", "[true]")),
+    ],
 )
 def test_a_curve_that_is_none_is_refused(tmp_path, content, message):
     path = tmp_path / "curve.json"
@@ -50,6 +54,26 @@ def test_a_curve_that_is_none_is_refused(tmp_path, content, message):
     MatchedTemperature(str(path)).setup(nothing, nothing, "test")
     with pytest.raises(ValueError, match=message):
         MatchedTemperature(str(path)).setup(nothing, nothing, "fit")
+
+
+def test_a_temperature_that_cannot_be_set_is_no_limit():
+    with pytest.raises(ValueError, match=r"limits are \[0.001, 2.0\]; expected two temperatures from 0.01"):
+        MatchedTemperature("curve.json", limits=(0.001, 2.0))
+
+
+def test_a_resumed_run_keeps_the_curve_of_its_first_start_unless_it_names_another(tmp_path):
+    nothing: Any = None
+    path, other = tmp_path / "curve.json", tmp_path / "other.json"
+    path.write_text("[0.5]")
+    other.write_text("[0.75]")
+    first = MatchedTemperature(str(path))
+    first.setup(nothing, nothing, "fit")
+    path.write_text("[0.25]")
+    for curve, target in ((path, 0.5), (other, 0.75)):
+        resumed = MatchedTemperature(str(curve))
+        resumed.setup(nothing, nothing, "fit")
+        resumed.load_state_dict(first.state_dict())
+        assert resumed._target(0) == target
 
 
 def test_the_curve_of_a_run_is_that_of_its_event_files(tmp_path):
