@@ -31,7 +31,7 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
                 raise ValueError(
                     f"model.base: {file} is no regular file; expected a checkpoint's folder with its files"
                 )
-    if is_gguf(base):
+    if base and is_gguf(base):
         if base_format is not None:
             raise ValueError(
                 f"model.base_format is {base_format!r}, which takes the copy next to a folder, and {base} is a GGUF "

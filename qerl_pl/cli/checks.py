@@ -37,9 +37,10 @@ def check_groups(groups: Iterable[str], config: Namespace) -> None:
     """Raise ValueError if a setting that needs a mapping of named settings has a plain value or a list, as in
     ``sampling: [1]``. ``groups`` are the names of the settings for which this is checked."""
     for name in groups:
-        value = config.get(name)
-        if not isinstance(value, Namespace | Mapping | None):
-            raise ValueError(f"{name} is {value!r}; expected settings by their names below it, see --help")
+        value = config.get(name, Namespace())
+        if not isinstance(value, Namespace | Mapping):
+            value = "null" if value is None else repr(value)
+            raise ValueError(f"{name} is {value}; expected settings by their names below it, see --help")
 
 
 def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:

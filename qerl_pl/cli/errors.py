@@ -179,7 +179,7 @@ def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> s
     if value == "None":
         only_base = all(path == BASE_CONFIG for path in config_files(arguments))
         start = "; give configurations by -c, such as -c quickstart" if only_base else ""
-        return f"{place} is not given; expected {kinds}{start}"
+        return f"{place} is null, or not given; expected {kinds}{start}"
     name = re.escape(re.split(r"[.: ]+", place)[-1])
     where = _where(rf"\b(?:{name}|class_path)\b[\"']?\s*:.*(?<![\w.]){re.escape(value)}(?![\w.])", arguments)
     near = get_close_matches(value, re.findall(r"'(\w+)'", kinds), n=1)

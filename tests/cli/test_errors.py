@@ -100,7 +100,7 @@ def test_the_line_of_a_value_has_the_whole_value(tmp_path):
         ),
         (
             "Parser key \"model.base\":\n  Expected a <class 'str'>. Got value: None",
-            "model.base is not given; expected text; give configurations by -c, such as -c quickstart",
+            "model.base is null, or not given; expected text; give configurations by -c, such as -c quickstart",
         ),
         ("the run has 2 rollouts", "the run has 2 rollouts"),
         ("a\nb\nc\nd\ne\nf\ng", "a\nb\nc\nd\ne"),

@@ -229,6 +229,11 @@ MISTAKES = [
         "--trainer.accelerator cpu --trainer.devices 9999",
         r"trainer\.devices is 9999 and this machine has \d+ CPU cores",
     ),
+    ({"data": {"batch_size": None}}, r"data\.batch_size is null, or not given; expected a whole number"),
+    ({"model": {"sampling": {"max_tokens": None}}}, r"model\.sampling\.max_tokens is null"),
+    ({"model": {"base": None}}, r"model\.base is null, or not given; expected text"),
+    ({"model": {"lora": None}}, r"model\.lora is null; expected settings by their names"),
+    (added("callbacks.gradient_guard.GradientGuard", window=None), "GradientGuard: window is null"),
     ("--model.warmup_steps 1000000000", r"warmup_steps is 1000000000; expected at most trainer\.max_steps \(8\)"),
     (
         reward({"class_path": "os.system", "init_args": {"command": "touch executed"}}),
