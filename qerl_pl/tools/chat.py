@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         if not sys.stdin.isatty():
             print(printable(question))  # not on a terminal, which shows what is typed
         if not (question and chats and options.conversation):
-            chats = {voice: [{"role": "system", "content": system}] if system else [] for voice in voices}
+            chats = {voice: [] if system is None else [{"role": "system", "content": system}] for voice in voices}
         for voice, adapter in voices.items() if question else ():
             print(f"[{voice}] ", end="", flush=True)
             chats[voice].append({"role": "user", "content": template.replace("{question}", question)})

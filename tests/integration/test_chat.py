@@ -3,11 +3,14 @@ cannot control the terminal."""
 
 import io
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
+from datamodules.messages import chat_of
 from qerl_pl.__main__ import main as command
+from qerl_pl.common.types import Problem
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.tools.chat import answer, load_run, printable
@@ -50,6 +53,20 @@ def test_the_loop_asks_both_and_forgets_between_questions_or_at_an_empty_line(fi
     first, second, third = talk("1+1=?", "1+1=?", "", "1+1=?", options=("--conversation",))
     assert first == third.removesuffix("> \n") == alone
     assert second
+
+
+@pytest.mark.parametrize("system", [None, "", "Think."])
+def test_the_system_turn_is_that_of_training(system, tmp_path, monkeypatch, capsys):
+    chats = []
+    config = {"data": {"system_prompt": system}}
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=?\n"))
+    monkeypatch.setattr("qerl_pl.tools.chat.load_run", lambda *_, **__: (SimpleNamespace(base="base"), config))
+    monkeypatch.setattr("qerl_pl.tools.chat.read_tokenizer", lambda _: None)
+    monkeypatch.setattr("qerl_pl.tools.chat.answer", lambda policy, tokenizer, chat, **_: chats.append([*chat]) or "2")
+    assert command(["chat", str(tmp_path), "--without-base"]) == 0
+    problem = Problem("1+1=?", "2")
+    assert chats == [chat_of(problem, system_prompt=system)]
 
 
 def test_what_cannot_be_talked_to_is_refused(tmp_path, capsys):
