@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from qerl_pl.common.isolation import loaded
 from qerl_pl.common.types import Completion, Prompt
 
 OBJECTS = {"prompts", "completions"}
@@ -193,12 +194,16 @@ def _bound(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) -> 
 
 
 def _signature(name: str, reward: Callable[..., Any]) -> inspect.Signature:
+    kind: Any = reward if inspect.isclass(reward) else type(reward)
+    torch = loaded("torch")
+    # a module of torch passes any arguments on to its method ``forward``
+    method = "forward" if torch is not None and issubclass(kind, torch.nn.Module) else "__call__"
     try:
         if not inspect.isclass(reward):
-            return inspect.signature(reward)
+            return inspect.signature(getattr(reward, method) if method == "forward" else reward)
         if not any("__call__" in vars(base) for base in inspect.getmro(reward)):
             raise TypeError("its instances cannot be called")
-        whole = inspect.signature(reward.__call__)
+        whole = inspect.signature(getattr(reward, method))
         return whole.replace(parameters=list(whole.parameters.values())[1:])  # without self
     except (TypeError, ValueError):  # e.g. a function written in C has no signature
         raise ValueError(

@@ -12,7 +12,7 @@ import torch
 
 from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
-from qerl_pl.rewards.calling import Progress
+from qerl_pl.rewards.calling import Progress, takes_objects
 
 TEXTS = ("<think>so</think> \\boxed{\\frac{1}{3}}", "it is \\boxed{7}", "")
 GOLD = ("$\\frac{1}{3}$", "$8$", "$1$")
@@ -47,6 +47,21 @@ def test_objects_are_given_by_name_in_any_order():
 
     assert scores(one) == scores(other) == scores(Method()) == scores(functools.partial(Method()))
     assert scores(one) != [0.0] * 3
+
+
+def test_a_module_of_torch_gets_what_its_forward_names():
+    class Module(torch.nn.Module):
+        def forward(self, completions, prompts):
+            assert all(isinstance(prompt, Prompt) for prompt in prompts)
+            return torch.tensor([float(len(row.text)) for row in completions])
+
+    class OfTexts(torch.nn.Module):
+        def forward(self, completions, solution):
+            return torch.tensor([float(len(text)) for text in (*solution[:1], *completions[1:])])
+
+    assert scores(Module()) == [float(len(text)) for text in TEXTS]
+    assert scores(OfTexts()) == [float(len(text)) for text in (GOLD[0], *TEXTS[1:])]
+    assert takes_objects("mine", Module)
 
 
 @pytest.mark.parametrize("names", list(itertools.permutations(("completions", "answer", "solution"))))
