@@ -23,8 +23,6 @@ NEGATIVE = re.compile(r"-(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf(?:inity)?
 class Parser(LightningArgumentParser):
     """The command line's parser."""
 
-    _is_inside = False  # whether ``validate`` runs, which calls that of parsers of classes in the settings
-
     def __init__(self, **named: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **named})
         self._negative_number_matcher = NEGATIVE  # argparse's takes -1e-3 and -inf for options
@@ -52,18 +50,16 @@ class Parser(LightningArgumentParser):
 
     def validate(self, *args: Any, **named: Any) -> None:
         """Check all values, and accept null only where a setting's type has it. jsonargparse, in which None stands for
-        a value that is not given, accepts it everywhere, so values are checked a second time with another object in
-        place of None."""
-        if Parser._is_inside:
-            return super().validate(*args, **named)
-        Parser._is_inside = True
+        a value that is not given, accepts it everywhere, so the command line's parser checks values a second time with
+        another object in place of None."""
+        super().validate(*args, **named)
+        if not self._subcommands_action:  # the parser of a subcommand, or of a class in the settings
+            return
+        set_parsing_settings(unset_sentinel=True)
         try:
-            super().validate(*args, **named)
-            set_parsing_settings(unset_sentinel=True)
             super().validate(*args, **named)
         finally:
             set_parsing_settings(unset_sentinel=False)
-            Parser._is_inside = False
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Exit with a short error message; jsonargparse's would begin with a hundred lines of usage."""
