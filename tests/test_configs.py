@@ -247,6 +247,15 @@ def test_the_base_file_may_be_named_again(resolved):
     assert once == twice
 
 
+def test_a_default_that_is_the_member_of_an_enum_is_written_by_its_value_and_read_again(resolved, tmp_path):
+    timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [timer]}}))
+    written = resolved("-c", "configs/quickstart.yaml", "-c", tmp_path / "mine.yaml")
+    assert written["trainer"]["callbacks"][-1]["init_args"]["interval"] == "step"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+    assert resolved("-c", tmp_path / "config.yaml") == written
+
+
 def test_dapo_accepts_by_the_right_answer_and_punishes_length_up_to_the_sampling_limit(resolved):
     model = resolved(*files(CONFIGS / "tasks" / "big_math.yaml", MODEL, ARM))["model"]
     names = [reward["name"] for reward in model["rewards"]]

@@ -5,6 +5,7 @@ has its value."""
 import re
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, NoReturn
 
@@ -86,12 +87,14 @@ def spelt_out(arguments: Sequence[str]) -> list[str]:
 
 @cache
 def accept_words() -> None:
-    """Change jsonargparse in two ways. It reads ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. And if a
+    """Change jsonargparse in three ways. It reads ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. If a
     parameter has no type, or the type Any, it leaves a mapping with ``class_path`` as it is, instead of replacing it by
-    an object of that class. A second call has no effect."""
+    an object of that class. And it writes a default that is the member of an enum by its value, if the parameter has
+    another type, as in ``interval: str = Interval.step``. A second call has no effect."""
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _with_presets(load(text)), exceptions=(yaml.YAMLError,))
+    yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 def _with_presets(value: Any) -> Any:
