@@ -28,6 +28,7 @@ KINDS = (
     ("a mapping", dict, ("arms", "after", "settings", "grid", "evaluations", "analysis")),
     ("a list", list, ("seeds", "config")),
 )
+_EXPONENT = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+")  # a number in -c files, for some of which YAML 1.1 has text
 Settings = dict[str, Any]
 """A part of a configuration, with the keys of a configuration file (as for ``-c``)."""
 
@@ -231,6 +232,7 @@ def read_study(path: Path, output: Path | None = None, variables: Mapping[str, s
     for key, values in content.get("grid", {}).items():
         right = isinstance(values, list) and values
         _require(right, f"{path}: grid.{key} is {values!r}; expected a list of values")
+        content["grid"][key] = [float(value) if _EXPONENT.fullmatch(str(value)) else value for value in values]
     return Study(**{**content, "output": Path(written), "analysis": Analysis(**analysis)})
 
 

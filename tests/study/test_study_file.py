@@ -152,6 +152,19 @@ def test_values_that_are_paths_name_runs_by_their_last_part(tmp_path):
     assert all(len(name) < 200 for name in folders("a" * 999, "b" * 999))
 
 
+def test_numbers_with_an_exponent_are_the_numbers_that_a_configuration_file_has(tmp_path):
+    path = written(tmp_path / "s.yaml", variables={"rate": "2E-4"})
+    path.write_text(path.read_text().replace("- 0.001\n", "- 1e-4\n").replace("- 0.002\n", "- $rate\n"))
+    study = read_study(path)
+    assert study.grid == {"model.optimizer.init_args.lr": [0.0001, 0.0002]}
+    assert study.runs()[0].name == "bf16/lr=0.0001/seed-3"
+    path.write_text(path.read_text().replace("- $rate", "- 0.0001"))
+    with pytest.raises(ValueError, match=r"lr has 0.0001 more than once"):
+        read_study(path)
+    names = ["1.10", "12e4-base", "0.1e"]
+    assert read_study(written(path, grid={"model.base": names})).grid["model.base"] == names, "text stays text"
+
+
 def test_the_seed_stands_for_its_name_alone_in_arms_and_grid(tmp_path):
     arm = {"data": {"question_template": "{question} $seeds ${seed} $seed!"}}
     study = read_study(written(tmp_path / "s.yaml", arms={"a": arm}, grid={"data.date": ["$seed", "$seeds"]}))
