@@ -267,6 +267,8 @@ def _is_huge(text: str) -> bool:
 
 def _parse(text: str) -> Any:
     """Parse a whole text as one expression with math-verify's parser; None if that fails."""
+    # The parser takes the e of 1e3 for Euler's number, and computes 1E999999999.
+    text = re.sub(r"(?<=\d)(?:e|E\+?)(\d+)(?![\w.])", r"\\cdot 10^{\1}", text)
     if _is_huge(text):
         return None
     text = re.sub(r"(?<![\\A-Za-z])E_", r"\\mathcal{E}_", text)  # the parser takes E for Euler's number

@@ -109,6 +109,13 @@ def test_fractions_are_compared_exactly_however_near_they_are(base, power, more,
     assert judge(gold, f"{whole}-\\frac{{1}}{{{base}^{{{power + more}}}}}").score == 0.0
 
 
+@pytest.mark.parametrize("gold", ["1e3", "1E3", "1E+3", "1000", "10^3"])
+def test_a_whole_exponent_behind_e_is_a_power_of_ten_and_a_bare_e_is_eulers_number(gold):
+    assert [judge(gold, right).score for right in ("1e3", "10^3", "10^{3}", "1E+3")] == [1.0] * 4
+    assert [judge(gold, wrong).score for wrong in ("3e", "10^2", "1e4", "1e999999999", "1e^3")] == [0.0] * 5
+    assert judge("3e", "e \\cdot 3").score == judge("2000\\pi", "2e3\\pi").score == 1.0
+
+
 FORMULAS = r"""
 \frac{x^3}{3}+C ; C_1e^{x}+C_2e^{-x} ; N(N-1) ; P(1+r)^n ; mgh ; 3R^2 ; \frac{-b+\sqrt{b^2-4ac}}{2a} ; \ln 3-1
 \arctan 2 ; (x-2)(x+3) ; \frac{1}{2}-\frac{\sqrt{3}}{2}i
