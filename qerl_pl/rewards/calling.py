@@ -152,7 +152,8 @@ def _sampled(
         asked = [chat[-1]["content"] if chat else "" for chat in asked]
         answered = [completion.text for completion in completions]
     tokens = [list(completion.tokens) for completion in completions]
-    return {"prompts": asked, "completions": answered, "completion_ids": tokens}
+    named = {"completion_ids": tokens} if any(tokens) else {}  # the completions of a file are texts without tokens
+    return {"prompts": asked, "completions": answered, **named}
 
 
 def _called(name: str, reward: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -18,7 +18,8 @@ from qerl_pl.common.json_lines import only_entry, read_json_lines, stored_text
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.rewards.base import WeightedReward, judge_rows
+from qerl_pl.rewards.base import Judge, Limited, WeightedReward, judge_rows
+from qerl_pl.rewards.calling import takes_objects
 from qerl_pl.tools.options import output_file
 
 CHUNK = 1024  # number of rows that are in memory at a time; one completion may have 100 kB
@@ -38,6 +39,16 @@ only the <answer> tag.
 """
 
 Row = dict[str, object]
+_NO_TOKENS = "the reward needs tokens, which a file of completions does not have"
+
+
+class _NoTokens(tuple[int, ...]):
+    """Tokens of a prompt or completion that has only its text; a reward that reads them gets an error."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise ValueError(_NO_TOKENS)
+
+    __len__ = __iter__ = __getitem__ = _refuse
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +71,8 @@ def main(argv: list[str]) -> int:
         "--input",
         type=Path,
         required=True,
-        help='JSON lines: {"completion": ..., "answer": ...}, and the columns that the reward reads in prompt.row',
+        help='JSON lines: {"completion": ..., "answer": ...}, and what the reward reads: the question ("question" or '
+        '"prompt"), and the columns in prompt.row',
     )
     parser.add_argument("--output", type=output_file, required=True, help='the same rows with "score" and "reason"')
     try:
@@ -86,7 +98,11 @@ def main(argv: list[str]) -> int:
 def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
     """Score every completion of the JSON Lines file ``source``, and write its rows with score and reason to ``target``;
     after an error, nothing is written. Returns two dicts: the number of rows by score, and, for rows without a score,
-    the number of rows by reason. ValueError: a row is malformed; the message names it."""
+    the number of rows by reason. ValueError: a row is malformed (the message names it), or the reward needs tokens."""
+    if isinstance(term.reward, Limited):
+        raise ValueError(_NO_TOKENS)
+    by_objects = not isinstance(term.reward, Judge) and takes_objects(term.name, term.reward)
+    tokens = _NoTokens() if by_objects else ()
     # read the whole file once, so that a malformed row is reported before any row is scored
     num_rows = sum(1 for _ in read_rows(source, lambda text: print(text, file=sys.stderr)))
     counts: Counter[float | None] = Counter()
@@ -98,8 +114,8 @@ def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counte
     ):
         rows = read_rows(source, lambda text: None)  # the blank lines were reported above
         while chunk := list(islice(rows, CHUNK)):
-            prompts = [Prompt((), _known_answer(row), row=row) for row in chunk]
-            completions = [Completion((), (), True, str(row["completion"])) for row in chunk]
+            prompts = [_prompt(row, tokens) for row in chunk]
+            completions = [Completion(tokens, (), True, str(row["completion"])) for row in chunk]
             verdicts, _ = judge_rows(term, prompts, completions, finished=progress.update)
             for row, verdict in zip(chunk, verdicts, strict=True):
                 file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
@@ -123,6 +139,18 @@ def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
             raise ValueError(f"{where}: 'completion' is {repr(row['completion'])[:80]}; expected a text")
         _known_answer(row, where)
         yield row
+
+
+def _prompt(row: Row, tokens: tuple[int, ...]) -> Prompt:
+    """Make the prompt of a row from the text or the list of messages in its column ``question`` or, in a row without
+    this column, ``prompt``; in a row without both, the prompt is empty."""
+    asked: Any = row.get("question", row.get("prompt"))
+    is_chat = isinstance(asked, list) and all(
+        isinstance(each, dict) and {"role", "content"} <= {*each} for each in asked
+    )
+    messages = asked if is_chat else [{"role": "user", "content": asked}] if isinstance(asked, str) else []
+    text = "\n\n".join(str(message["content"]) for message in messages if message["role"] != "system")
+    return Prompt(tokens, _known_answer(row), text=text, messages=tuple(messages), row=row, conversational=is_chat)
 
 
 def _known_answer(row: Row, where: str = "the row") -> str:

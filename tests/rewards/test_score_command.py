@@ -99,6 +99,49 @@ def test_an_answer_has_the_digits_of_the_file_as_in_training(files, tmp_path, mo
     assert [json.loads(line)["score"] for line in files[1].read_text().splitlines()] == [5, 3, 1]
 
 
+def test_a_reward_gets_the_question_and_is_refused_if_it_needs_tokens(files, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_asked.py").write_text(
+        "def text(prompts, completions):\n    return [len(prompt.text) for prompt in prompts]\n\n\n"
+        "def trl(prompts, completions, answer):\n    return [len(prompt) for prompt in prompts]\n\n\n"
+        "def rest(completions, **columns):\n    return [len(prompt) for prompt in columns['prompts']]\n\n\n"
+        "def tokens(prompts, completions):\n    return [len(completion.tokens) for completion in completions]\n\n\n"
+        "def first(prompts, completions):\n    return [prompt.tokens[0] for prompt in prompts]\n\n\n"
+        "def ids(completion_ids, **columns):\n    return [len(tokens) for tokens in completion_ids]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = [
+        {"question": "12345", "prompt": "1"},
+        {"prompt": "123"},
+        {},
+        {"prompt": [{"role": "user", "content": "12"}]},
+    ]
+
+    def write(rows: list[dict]) -> None:
+        files[0].write_text("".join(json.dumps({"completion": "a", "answer": "1", **row}) + "\n" for row in rows))
+
+    for name, rows, scores in (
+        ("text", asked, [5, 3, 0, 2]),
+        ("trl", asked[:3], [5, 3, 0]),
+        ("rest", asked[:3], [5, 3, 0]),
+        ("rest", asked[3:], [1]),  # one message
+    ):
+        write(rows)
+        assert score(files, "--reward", f"own_asked.{name}") == 0
+        assert [json.loads(line)["score"] for line in files[1].read_text().splitlines()] == scores
+    overlong = ["qerl_pl.rewards.length.SoftOverlong", "--reward.buffer", "3"]
+    for arguments, said in (
+        (["own_asked.tokens"], "needs tokens, which a file of completions does not have"),
+        (["own_asked.first"], "needs tokens"),
+        (["own_asked.ids"], "takes 'completion_ids', which the data does not have"),
+        (overlong, "needs tokens"),
+        ([*overlong, "--reward.max_tokens", "9"], "needs tokens"),
+    ):
+        capsys.readouterr()
+        assert score(files, "--reward", *arguments) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert said in line
+
+
 def test_missing_files_and_unknown_rewards_are_errors(files, tmp_path, capsys):
     assert score((tmp_path / "none.jsonl", files[1]), "--reward", "gsm8k") == 2
     assert "none.jsonl" in capsys.readouterr().err
