@@ -26,7 +26,7 @@ _DENIED_BEFORE = re.compile(
     r"(?i)(?:(?:\b(?:not|never|cannot|except|excluding|without|wrong|incorrect|false|reject(?:s|ed)?|discard|rules? out"
     r"|exclude|disregard|ignore|wrongly|mistakenly|nowhere|ruled out|eliminate|differ(?:s|ent)? from|instead of"
     r"|(?:any|no|every)thing but|all but)|n't)\b(?:\s+(?!(?:but|only|just|so|then|hence|thus|therefore|because|since"
-    r"|and|we|it|is|get|find|gives?)\b)[A-Za-z]+){0,4}|\\neq?|\\not\s*=|\u2260"
+    r"|and|we|it|is|are|was|were|get|find|gives?)\b)[A-Za-z]+){0,4}|\\neq?|\\not\s*=|\u2260"
     rf"|(?<!or )\b{_FALSE}\s*:|(?<!not )(?<!n't )\b{_NOT_TRUE} (?:that|(?<!possible )to [a-z]+"
     rf"|for(?=[^.,;]* (?:be|equal)\b)){_CLAUSE}|(?:\b(?:not|never|cannot|no|nobody|nothing|whether)\b|n't\b)"
     r"(?:\s+(?!hard|difficult|doubt|surpris|wonder|coincid|obvious|clear|trivial|immediate|question|secret|so\b|but\b"
@@ -34,7 +34,8 @@ _DENIED_BEFORE = re.compile(
     rf"|\b(?:an?|the|one) (?:\w+ )?{_FALSE} (?:answer|value|result|solution|guess|estimate|choice) (?:is|was|\w+ be)\b"
     r"|\b(?:no|nobody|none)\b(?: \w+){0,3} (?:should|would)(?: [a-z]+){1,2}"
     r"|(?<!no )(?<!a )(?<!without )\bdoubt(?: [a-z]+){0,4}"
-    r"|(?:^|[.!?]\s|\n)\s*(?:suppos\w+|assum\w+|try(?:ing)?|imagine|only (?:for|if|when|in))\b[^,.:;!?\n]{0,60})"
+    r"|(?:^|[.!?]\s|\n)\s*(?:suppos\w+|assum\w+|try(?:ing)?|imagine|only (?:for|if|when|in))\b"
+    r"(?:(?!\b(?:gives?|yields?|we (?:get|find))\b)[^,.:;!?\n]){0,60})"
     r"[\s(\[]*$"
 )
 # Matches text that makes the answer behind it a bound or a part of a calculation. In a condition, a bound is an answer:
@@ -62,7 +63,8 @@ _IS = r"(?:(?:is|was|would be|seems|turns out to be|must be|can(?:not|'t)? be|is
 _ERRS = re.compile(
     rf"(?i)^(?:[\s,]*(?:and|but|which|that|it)\b)*\s*{_IS}(?:extraneous|not (?:the|an?|my|our|it|what))\b"
     rf"|{_IS}(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b)"
-    r"|(?:can(?:not|'t) be|isn't|wasn't) (?:the|right|correct|true|it)\b|(?:^|but|yet)[\s(,-]*(?:wrong|incorrect)\b"
+    r"|(?:can(?:not|'t) be|isn't|wasn't) (?:the|right|correct|true|it)\b"
+    r"|(?:^|but|yet)[\s(,-]*(?:wrong|incorrect)\b(?! \w{3,}s\b)"  # "5 wrong answers" is a number of them
     r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy|match)\b"
     r"|^(?:,? (?:which|but|it))? *fails\b"
     r"|(?<!n't )(?<!not )\b(?:forgets?|forgot|mis(?:read|counts?|counted)|over(?:counts?|looks?)|neglects?|disagree"
@@ -117,7 +119,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{([^{}]*)\}")
 def is_denied(text: str, start: int, end: int, answer: str) -> bool:
     """Tell whether the text around ``answer``, at ``text[start:end]``, denies it or takes it back, or makes it a bound,
     a supposition, one of several cases or a part of a calculation."""
-    before, behind = _plain(text[max(0, start - _BEFORE) : start] + " "), _plain(text[end : end + _BEHIND])
+    before, behind = _plain(text[max(0, start - _BEFORE) : start] + " "), _behind(text, end)
     is_part = _OTHER_CASE.match(behind) if _CONDITION.search(before) else _PART_BEFORE.search(before)
     if is_part or _DENIED_BEFORE.search(before) or _PART_BEHIND.match(behind):
         return True
@@ -145,7 +147,7 @@ def is_withdrawn(before: str, behind: str, answer: str) -> bool:
 def stated_anew(text: str, end: int, answer: str) -> str | None:
     """Return the number that the text from ``end`` on states as the answer, if it differs from the number ``answer``
     before it; else None."""
-    known, stated = exact_number(answer), _STATED.search(_plain(text[end : end + _BEHIND]))
+    known, stated = exact_number(answer), _STATED.search(_behind(text, end))
     return stated[1] if known and stated and exact_number(stated[1]) != known else None
 
 
@@ -161,7 +163,7 @@ def in_context(text: str, start: int, end: int, content: str) -> str:
         touches = re.search(r"[\w)}]\s*$", left) or re.match(r"\s*\d", right)
         bare = re.fullmatch(r"[\d.,]+|[A-Za-z]", content) and not touches
         return f"{left}{content if bare else f'({content})'}{right}".strip(" .")
-    behind = _plain(text[end : end + _BEHIND])
+    behind = _behind(text, end)
     more = _MORE.match(behind)
     values = re.findall(_NUMBER, more[0]) if more else []
     if values and exact_number(content) != exact_number(values[-1]):
@@ -171,6 +173,12 @@ def in_context(text: str, start: int, end: int, content: str) -> str:
     units = [unit_of(part) for part in words]
     same = units and units[0] and all(unit and unit.per(units[0]) for unit in units)
     return f"{content} {scale[0].strip() if scale else amount[0] if amount and same else ''}".strip()
+
+
+def _behind(text: str, end: int) -> str:
+    """Return the text that is read behind an answer, without a last word or number of which only a part is read."""
+    behind = text[end : end + _BEHIND]
+    return _plain(behind if len(text) <= end + _BEHIND else re.sub(r"\S*$", "", behind))
 
 
 def _plain(text: str) -> str:

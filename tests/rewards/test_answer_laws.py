@@ -209,6 +209,9 @@ def test_a_box_is_read_with_the_formula_and_the_amounts_around_it(text, answer):
         r"$6=1+\boxed{5}$",
         r"There is no doubt that it is \boxed{5}.",
         r"\boxed{5} - 2 of them are red",
+        r"He gave \boxed{5} incorrect answers.",
+        r"Assuming that all are different we get \boxed{5}.",
+        r"The eggs that she did not sell were \boxed{5}.",
     ],
 )
 def test_a_box_beside_marks_that_leave_its_value_is_the_answer(text):
@@ -220,3 +223,9 @@ def test_a_correction_counts_unless_the_text_ends_with_the_same_answer(value):
     check = "Wait, let me check this once more. " + "We add the two numbers again. " * 40
     text = f"So it is $\\boxed{{5}}$. {check}So it is ${value}$."
     assert last_boxed(text) == ("5" if value == "5" else "")
+
+
+@pytest.mark.parametrize("length", range(270, 300))
+def test_a_number_that_is_stated_again_is_read_whole(length):
+    text = f"\\boxed{{240}}. {'a ' * (length // 2)}{'.' * (length % 2)}So the answer is 240."
+    assert last_boxed(text) == "240"
