@@ -107,13 +107,16 @@ def num_different(trainer: Tensor) -> int:
 
 
 def have_own_rewards(loop: RolloutLoop, batch: ScoredBatch) -> bool:
-    """Return whether every second completion of a batch gets the same reward if the others are left out. It does not if
-    a reward compares completions, as a majority vote does, or draws random numbers. Every rank must call this function,
-    because the result is for the batches of all ranks."""
-    prompts, completions = batch.prompts[::2], batch.completions[::2]
+    """Return whether each completion of a batch gets the same reward if the others of its group are left out. Some do
+    not if a reward compares completions, as a majority vote does, or draws random numbers. Every rank must call this
+    function, because the result is for the batches of all ranks."""
+    equal = True
     try:
-        alone = score_rewards(loop.rewards, prompts, completions, progress=loop.progress)
-        equal = torch.allclose(alone.total, batch.table.total[::2]) and alone.scored.equal(batch.table.scored[::2])
+        for place in range(batch.group_size):
+            part = slice(place, None, batch.group_size)
+            alone = score_rewards(loop.rewards, batch.prompts[part], batch.completions[part], progress=loop.progress)
+            equal &= torch.allclose(alone.total, batch.table.total[part])
+            equal &= alone.scored.equal(batch.table.scored[part])
     except RewardError:  # such as that of a reward that expects whole groups
         equal = False
     return all(ranks.gather_values(equal))

@@ -12,7 +12,7 @@ import torch
 
 import train
 from callbacks import rollout_evidence
-from callbacks.rollout_evidence import RolloutEvidence, lengths_and_means
+from callbacks.rollout_evidence import RolloutEvidence, have_own_rewards, lengths_and_means
 from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
 from qerl_pl.common.types import Completion, Prompt
@@ -20,9 +20,12 @@ from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy import jumps
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES, accumulated, log_false_alarm, order_evidence
 from qerl_pl.results.curves import read_curves
+from qerl_pl.rewards.base import WeightedReward, score_rewards
+from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
 from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import SHORT, VLLM, arguments, differences, load_last
+from tests.integration.toy import majority
 
 AT = 1
 LONGER = (*SHORT, "--trainer.max_steps", "8")
@@ -205,6 +208,10 @@ def test_the_gap_of_a_few_tokens_is_no_jump(num_rows, monkeypatch):
         rollout(300, factor=4.0)
 
 
+def own_length(prompts: list[Any], completions: list[Any]) -> list[float]:
+    return [float(len(completion.tokens)) for completion in completions]
+
+
 VOTE = (
     *("--model.sampling.max_tokens=1", "--model.sampling.num_completions=8", "--model.sampling.temperature=0.015"),
     *("--data.batch_size=16", "--model.optimizer.init_args.lr=1e-6", "--trainer.max_steps=16"),
@@ -213,6 +220,18 @@ VOTE = (
         '--model.rewards=[{"name": "vote", "reward": "tests.integration.toy.majority"}]',
     ),
 )
+
+
+@pytest.mark.parametrize(("reward", "are_own"), [(majority, False), (own_length, True)])
+def test_rewards_that_compare_completions_are_told_by_completions_scored_alone(reward, are_own):
+    """Seven of eight completions agree, so a vote among every second one has the same result."""
+    prompts = tuple(Prompt((index,), "7") for index in (1, 2) for _ in range(8))
+    completions = tuple(Completion((3, 3 + (place == 5)), (-0.1, -0.2), True) for place in (*range(8), *range(8)))
+    rewards = [WeightedReward("vote", reward)]
+    table = score_rewards(rewards, prompts, completions)
+    batch: Any = SimpleNamespace(prompts=prompts, completions=completions, table=table, group_size=8)
+    loop: Any = SimpleNamespace(rewards=rewards, progress=Progress())
+    assert have_own_rewards(loop, batch) is are_own
 
 
 @pytest.mark.slow
