@@ -273,6 +273,8 @@ MONITORS = {
     "val/accuracy": True,
     "val/pass@8": True,
     "policy/entropy": True,
+    "matched/temperature": True,
+    "canary/tensors_checked": True,
     "step": True,
     None: True,
 }

@@ -27,8 +27,8 @@ OTHER_TRAINING = {
 """Callbacks of Lightning that a run refuses, because they change how or what is trained. The values are texts for the
 error message: the reason, or what to do instead."""
 
-GROUPS = ("aqn", "correction", "gap", "memory", "policy", "reward", "rollout", "router", "speculation", "teacher")
-GROUPS += ("throughput", "time", "train", "val")
+GROUPS = ("aqn", "canary", "correction", "gap", "matched", "memory", "policy", "reward", "rollout", "router")
+GROUPS += ("speculation", "teacher", "throughput", "time", "train", "val")
 """First parts of the names of the values that a callback of Lightning can read, as "val" in "val/reward"."""
 OF_VALIDATION = ("reward", "completion_tokens", "truncated_share", "unscored_share")
 
