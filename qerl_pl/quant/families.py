@@ -30,6 +30,7 @@ true."""
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "logits_scaling", "attention_multiplier", "residual_multiplier",
     "embedding_multiplier", "query_pre_attn_scalar", "final_logit_softcapping", "routed_scaling_factor",
+    "original_max_position_embeddings", "partial_rotary_factor",
 )  # fmt: skip
 """Names of numbers that have to be finite and above 0."""
 HIGHEST_EPS = 0.1

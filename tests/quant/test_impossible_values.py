@@ -13,7 +13,7 @@ from torch import nn
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.quant.convert import dense_of_fp8
 from qerl_pl.quant.declared import read_layout
-from qerl_pl.quant.families import check_family
+from qerl_pl.quant.families import ORIGINAL, check_family
 from qerl_pl.quant.layouts import (
     BITSANDBYTES_NF4,
     COMPRESSED_MXFP4,
@@ -213,6 +213,8 @@ REFUSED = [
     ({PART: 0.5}, ("llama", "granite", "qwen3_moe", "gemma3_text"), f"{PART} is 0.5, which transformers ignores"),
     ({ROPE: None, PART: 0.5}, ("llama", "qwen2"), f"{PART} is 0.5, which transformers ignores"),
     ({"rotary_pct": 0.5}, NAMES, "rotary_pct is 0.5, which transformers ignores"),
+    ({PART: 0}, ("glm4_moe", "phi3"), f"{PART} is 0; {NUMBER}"),
+    ({ROPE: {**LONG, "factor": 8.0}, ORIGINAL: "16"}, ("phi3",), f"{ORIGINAL} is '16'; {NUMBER}"),
     ({ROPE: {**LONG, "attention_factor": 1.2}}, ("phi3", "llama"), "attention_factor is 1.2, on which only one"),
     ({ROPE: {**LONG, "short_mscale": 1.2}}, ("phi3", "llama"), "short_mscale is 1.2, on which only one"),
     ({ROPE: {**LONG, "factor": 8.0}}, ("phi3", "llama"), "factor is 8.0, which vLLM ignores"),
