@@ -130,9 +130,9 @@ def restore_settings(
         changed |= {name: (group.get(name), value) for name, value in new.items() if group.get(name) != value}
         group.update(new, lr=configured["initial_lr"] * factor(scheduler.last_epoch))
     scheduler.base_lrs = [group["initial_lr"] for group in groups]
-    for name, (before, now) in changed.items():
+    for name, (saved, now) in changed.items():
         name = "lr" if name == "initial_lr" else name
-        rank_zero_info(f"model.optimizer: {name} is {now} from here on; the checkpoint had {before}")
+        rank_zero_info(f"model.optimizer: {name} is {now} from here on; the checkpoint had {saved}")
 
 
 def average_and_clip(parameters: Iterable[Tensor], *, max_norm: float) -> Tensor:
