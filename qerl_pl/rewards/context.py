@@ -45,7 +45,7 @@ _PART_BEFORE = re.compile(
     r"|nor|triple|double(?: the)?|minus|plus|times|answer is at (?:least|most)"
     r"|(?:digits?|divisors?|factors?|multiples?) of"
     r"|the (?:negative|opposite|reciprocal|inverse|square|cube|\w+ root|logarithm|complement) of"
-    rf"|(?:closest|nearest) to|(?:subtract|add|take)\w* {_NUMBER} (?:from|to))"
+    r"|(?:closest|nearest) to)"
     rf"|\b(?:between|(?:any|some)where from) {_NUMBER} (?:and|to)) $"
 )
 _CONDITION = re.compile(r"\b(?:if|when\w*|where|for|provided)\b[^.,;]*$", re.IGNORECASE)
@@ -61,15 +61,15 @@ _PART_BEHIND = re.compile(
 _IS = r"(?:(?:is|was|would be|seems|turns out to be|must be|can(?:not|'t)? be|isn't)\s+|(?<=\w)'s\s+)"
 # Matches what a text behind a wrong answer says of it, or of who found it.
 _ERRS = re.compile(
-    rf"(?i)^(?:[\s,]*(?:and|but|which|that|it)\b)*\s*{_IS}(?:extraneous|not (?:the|an?|my|our|it|what))\b"
+    rf"(?i)^(?:[\s,]*(?:and|but|which|that|it)\b)*\s*{_IS}(?:extraneous|not (?:the|my|our|it|what))\b"
     rf"|{_IS}(?:also |\w+ly )?{_NOT_TRUE}\b(?!\s+(?:to|that|for)\b)"
     r"|(?:can(?:not|'t) be|isn't|wasn't) (?:the|right|correct|true|it)\b"
     r"|(?:^|but|yet)[\s(,-]*(?:wrong|incorrect)\b(?! \w{3,}s\b)"  # "5 wrong answers" is a number of them
     r"|(?:does not|doesn't|did not|didn't|cannot|can't) (?:work|hold|fit|satisfy|match)\b"
     r"|^(?:,? (?:which|but|it))? *fails\b"
-    r"|(?<!n't )(?<!not )\b(?:forgets?|forgot|mis(?:read|counts?|counted)|over(?:counts?|looks?)|neglects?|disagree"
+    r"|(?<!n't )(?<!not )\b(?:forgets?|forgot|mis(?:read|counts?|counted)|over(?:counts?|looks?)|neglects?"
     r"|double[- ]counts?|too (?:large|small|big|high|low|many|few)(?! to)|violates?|contradict\w*|no (?:solution|such)"
-    r"|neither (?:is|was|of|works)|should(?:n't)? have)\b"
+    r"|neither (?:is|was|of|works))\b"
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?;:\u2014])\s+|\n+")
 _REASON = re.compile(r"\b(?:because|since|as|although|though)\b|[,(] (?:not|where)\b")
