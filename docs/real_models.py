@@ -302,8 +302,9 @@ def four_bits(lines: list[Line]) -> str:
         cells.append(f"{line['argmax_equal'][0]:.3f}" if "argmax_equal" in line else "")
         accuracy = line.get("strict") or {}
         cells += [error(accuracy.get(name), 1, 100) for name in ("accuracy", "over_dense")]
-        rows.append([model_of(line), line["variant"], Path(line["calibration"] or "").name, *cells])
-    head = "model | variant | calibration | KL | KL - first | entropy | same token | strict, % | - dense"
+        tokens, calibration = line["shape"]["tokens"], Path(line["calibration"] or "").name
+        rows.append([model_of(line), line["variant"], calibration, str(tokens), *cells])
+    head = "model | variant | calibration | tokens | KL | KL - first | entropy | same token | strict, % | - dense"
     return tabled(head, rows)
 
 
