@@ -12,7 +12,7 @@ import torch
 
 import train
 from callbacks import rollout_evidence
-from callbacks.rollout_evidence import RolloutEvidence, have_own_rewards, lengths_and_means
+from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
 from qerl_pl.common.types import Completion, Prompt
@@ -23,6 +23,7 @@ from qerl_pl.results.curves import read_curves
 from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
+from qerl_pl.rollout.readings import have_own_rewards, lengths_and_means
 from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import SHORT, VLLM, arguments, differences, load_last
 from tests.integration.toy import majority
