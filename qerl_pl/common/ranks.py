@@ -57,6 +57,12 @@ def gather_values(value: T) -> list[T]:
     return values  # pyright: ignore[reportReturnType]
 
 
+def own_places(number: int) -> range:
+    """Return the indices, in the whole batch of prompts, of the ``number`` prompts of this rank: r, r + W, r + 2W, ...
+    for rank r of W."""
+    return range(rank(), number * num_ranks(), num_ranks())
+
+
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
     """Gather values of completions from all ranks, and return them on every rank in the order of the whole batch of
     prompts. ``rows`` has one value for each completion of this rank; the ``group_size`` completions of a prompt follow

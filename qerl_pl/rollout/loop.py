@@ -119,7 +119,7 @@ class RolloutLoop:
         settings = {"sampling": sampling, "seed": derive_seed(seed, "refill"), "baseline": self.baseline}
         sample = partial(self.sample_and_score, **settings, watch=watch)
         num_refills, in_loss = 0, True
-        places = list(range(ranks.rank(), len(prompts) * ranks.num_ranks(), ranks.num_ranks()))
+        places = list(ranks.own_places(len(prompts)))
         if self.dynamic_sampling is None:
             sampled = chosen = sample(prompts)
         else:

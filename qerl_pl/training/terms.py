@@ -58,8 +58,7 @@ def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
     if objective.correction_divisor == "kept":
         log_ratio = batch.old - experience.sampler_logprobs
         counted = counted & (objective.importance(log_ratio, counted).weights > 0)
-    num_groups, num_ranks = len(experience.lengths) // settings.group_size, ranks.num_ranks()
-    places = settings.places or range(ranks.rank(), num_groups * num_ranks, num_ranks)
+    places = settings.places or ranks.own_places(len(experience.lengths) // settings.group_size)
     of_groups = mini_batches(places, settings.num_mini_batches)
     mini_batch = of_groups.repeat_interleave(settings.group_size).to(batch.rows.device)
     counts = [
