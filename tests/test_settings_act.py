@@ -20,6 +20,7 @@ from callbacks.matched_temperature import MatchedTemperature
 from datamodules.prompts import PromptDataModule
 from qerl_pl.cli.checks import check_monitors, usable_callbacks
 from qerl_pl.common.checks import EARLY, LARGEST, is_due, require_finite
+from qerl_pl.evaluation.evaluation import OF_ROWS
 from qerl_pl.model.quantization import Quantization
 from qerl_pl.objective import Objective
 from qerl_pl.objective.objective import completed
@@ -289,7 +290,7 @@ def test_a_callback_that_watches_a_value_which_no_run_logs_is_refused(monitor, i
         nullcontext() if is_logged else pytest.raises(ValueError, match=f"{name} has monitor '{monitor}'.*reward")
     )
     with expected:
-        check_monitors(callbacks, ["accuracy"])
+        check_monitors(callbacks, [*OF_ROWS, "accuracy"])
     check_monitors([*callbacks, Namespace(class_path="mine.Logs")], [])  # which may log the value
 
 

@@ -27,10 +27,9 @@ OTHER_TRAINING = {
 """Callbacks of Lightning that a run refuses, because they change how or what is trained. The values are texts for the
 error message: the reason, or what to do instead."""
 
-GROUPS = ("aqn", "canary", "correction", "gap", "matched", "memory", "policy", "reward", "rollout", "router")
-GROUPS += ("speculation", "teacher", "throughput", "time", "train", "val")
+LOGGED = ("aqn", "canary", "correction", "gap", "matched", "memory", "policy", "reward", "rollout", "router")
+LOGGED += ("speculation", "teacher", "throughput", "time", "train", "val")
 """First parts of the names of the values that a callback of Lightning can read, as "val" in "val/reward"."""
-OF_VALIDATION = ("reward", "completion_tokens", "truncated_share", "unscored_share")
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
@@ -88,11 +87,12 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
     return list(usable.values())
 
 
-def check_monitors(callbacks: Iterable[Namespace], rewards: Iterable[str]) -> None:
+def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str]) -> None:
     """Raise ValueError if a callback watches a value that no run logs (its setting ``monitor``), which Lightning finds
-    only after the first validation. ``rewards`` are the names of the rewards. Nothing is checked if there are callbacks
-    of other packages than Lightning and this project, since these may log further values."""
-    names = [f"val/{name}" for name in (*OF_VALIDATION, *rewards)]
+    only after the first validation. ``of_validation`` are the names, without "val/", of the values that a validation
+    logs. Nothing is checked if there are callbacks of other packages than Lightning and this project, since these may
+    log further values."""
+    names = [f"val/{name}" for name in of_validation]
     callbacks = list(callbacks)
     if any(str(callback.class_path).partition(".")[0] not in ("callbacks", "lightning") for callback in callbacks):
         return
@@ -100,7 +100,7 @@ def check_monitors(callbacks: Iterable[Namespace], rewards: Iterable[str]) -> No
         monitor = callback.get("init_args.monitor")
         group, _, name = str(monitor).partition("/")
         is_known = monitor in names or name.startswith("pass@") or group != "val"
-        if monitor not in (None, "epoch", "step") and not (group in GROUPS and name and is_known):
+        if monitor not in (None, "epoch", "step") and not (group in LOGGED and name and is_known):
             raise ValueError(
                 f"trainer.callbacks: {callback.class_path} has monitor {monitor!r}, which no run logs; expected a "
                 f"value of docs/metrics.md, such as {', '.join(names)}"

@@ -51,6 +51,7 @@ from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as, quoted_from_environment
 from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, run_named_after
+from qerl_pl.evaluation.evaluation import OF_ROWS
 from qerl_pl.module import QeRLModule
 from qerl_pl.quant.families import check_length
 from qerl_pl.settings.changes import keep_old_config
@@ -130,10 +131,7 @@ class QeRLCLI(LightningCLI):
         self._starting.close()
         if not self._run_now:
             return
-        if subcommand != "fit":
-            # a function's text in a Namespace has its address in memory, which is another one in every process
-            settings = yaml.safe_load(self._parser(subcommand).dump(self.config[subcommand], skip_none=False))["model"]
-            self.model.built = str([settings["engine"], settings["rewards"]])
+        self.model.built = self._built
         try:
             super()._run_subcommand(subcommand)
         except BaseException as error:
@@ -171,10 +169,12 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger is true; expected a logger by its class_path, or leave it out")
         check_trainer(config.trainer, command=command)
         config.trainer.callbacks = usable_callbacks(config.trainer.callbacks, always=ALWAYS)
-        check_monitors(config.trainer.callbacks, [str(reward.get("name")) for reward in config.model.rewards or ()])
+        rewards = [str(reward.get("name")) for reward in config.model.rewards or ()]
+        check_monitors(config.trainer.callbacks, [*OF_ROWS, *rewards])
         if config.ckpt_path:
             config.ckpt_path = os.path.expanduser(config.ckpt_path)
         self._whole: WholeRun | None = None
+        self._built: str | None = None  # engine and rewards of an evaluation as text
         if config.pop("smoke"):
             if command != "fit":
                 raise ValueError(
@@ -204,6 +204,8 @@ class QeRLCLI(LightningCLI):
         name = source.init_args.get("name", source.class_path.rsplit(".", 1)[-1])
         policy = f"-{Path(config.ckpt_path).stem}" if config.ckpt_path else ""
         settings = yaml.safe_load(self._parser(command).dump(config, skip_none=False))
+        # a function's text in a Namespace has its address in memory, which is another one in every process
+        self._built = str([settings["model"]["engine"], settings["model"]["rewards"]])
         folder = str(evaluation_folder(Path(config.run_dir, command, name.lower() + policy), settings))
         config.trainer.default_root_dir = folder
         self._log_to(folder, loggers)

@@ -34,7 +34,7 @@ class Evaluation:
         self._loop, self._sampling, self._seed, self._cache = loop, sampling, seed, cache
         self._rows: list[dict[str, Any]] = []
         rewarded = have_weight(loop.rewards)
-        names = [*(term.name for term in loop.rewards), *(name for name in _OF_ROWS if name != "reward" or rewarded)]
+        names = [*(term.name for term in loop.rewards), *(name for name in OF_ROWS if name != "reward" or rewarded)]
         self._means = {name: Mean().to(device) for name in names}
         self._pass_at_k = Pooled(self._mean_pass_at_k).to(device)
         self._add([])  # defines the means also on a rank that gets no prompts
@@ -81,7 +81,7 @@ class Evaluation:
     def _add(self, rows: list[dict[str, Any]]) -> None:
         self._rows += rows
         for name, metric in self._means.items():
-            of_row = _OF_ROWS.get(name, lambda row, name=name: row["rewards"][name] or 0.0)
+            of_row = OF_ROWS.get(name, lambda row, name=name: row["rewards"][name] or 0.0)
             values = [of_row(row) for row in rows]
             metric.update(torch.tensor(values, dtype=torch.float64, device=metric.device))
         if not self._loop.rewards:
@@ -97,9 +97,11 @@ def never_right(rows: list[dict[str, Any]], name: str) -> bool:
     return 1 not in values and any(value > 0 for value in values)
 
 
-_OF_ROWS: dict[str, Callable[[dict[str, Any]], float]] = {
+OF_ROWS: dict[str, Callable[[dict[str, Any]], float]] = {
     "reward": lambda row: row["reward"] or 0.0,
     "unscored_share": lambda row: float(row["reward"] is None),
     "truncated_share": lambda row: float(not row["finished"]),
     "completion_tokens": lambda row: float(row["num_tokens"]),
 }
+"""Functions that compute, from the record of a completion, the values that every evaluation averages, by name. Without
+a reward that has a weight, "reward" is left out."""
