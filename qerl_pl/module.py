@@ -154,13 +154,11 @@ class QeRLModule(LightningModule):
                 objective=self.settings.objective,
                 batch_size=self._data.batch_size,
             )
-            term, left = self.objective.teacher, 0
-            if term is not None and term.rollouts is not None and not self.is_rewarded:
-                left = self.num_rollouts - term.rollouts
-            if left > 0:
+            number, taught = self.num_rollouts, self.objective.teacher and self.objective.teacher.rollouts
+            if taught is not None and taught < number and not self.is_rewarded:
                 rank_zero_warn(
                     "no reward has a weight, and the term of the teacher is 0 after model.objective.teacher.rollouts: "
-                    f"nothing trains the policy in the last {left} of {self.num_rollouts} rollouts"
+                    f"nothing trains the policy in the last {number - taught} of {number} rollouts"
                 )
             check_answers(self.rewards, self._data.some_train_prompts())
         if self.trainer.strategy.root_device.type == "cuda":
@@ -353,8 +351,11 @@ class QeRLModule(LightningModule):
     def _rollout_identity(self) -> dict[str, Any]:
         # The number of optimizer steps per rollout must stay the same when a run is resumed, because the rollout index
         # is computed from the number of optimizer steps. The base's digest does not cover all files with end tokens.
-        ends = end_tokens(self.policy.base, self.policy.config)
-        return {"updates_per_rollout": self.settings.steps_per_rollout, "end_tokens": ends}
+        return {"updates_per_rollout": self.settings.steps_per_rollout, "end_tokens": self._end_tokens}
+
+    @cached_property
+    def _end_tokens(self) -> list[int]:
+        return end_tokens(self.policy.base, self.policy.config)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -388,7 +389,7 @@ class QeRLModule(LightningModule):
         experts."""
         with phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
-        self.loop.end_tokens = end_tokens(self.policy.base, self.policy.config)
+        self.loop.end_tokens = self._end_tokens
         self.loop.routing = self.policy.routing if self.policy.replays_routes else None
 
     @property
