@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import IO
 
@@ -20,6 +21,7 @@ POLL_SECONDS = 0.2
 STOP_SECONDS = 180.0  # time from SIGTERM until a process is killed, to finish its step and write a checkpoint
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 SHARE_OF_GPU = 0.92  # share of a GPU's memory that its runs may take together
+STATUS_SECONDS = 60.0  # time between two messages about what the running runs do
 LOG_LINES = 12  # number of lines that are shown of the log of a failed command
 TIME_IS_UP = 3  # exit status if the time limit ended the work
 
@@ -73,6 +75,7 @@ class Runner:
         self.waiting = deque(run for run in runs if not state.is_finished(study, run))
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.failed: list[Run] = []
+        self._told = time.monotonic()
         self._signal = 0
 
     def work(self) -> int:
@@ -87,6 +90,8 @@ class Runner:
                     return self._stop()
                 for slot in self.slots:
                     self._advance(slot)
+                if time.monotonic() - self._told >= STATUS_SECONDS:
+                    self._tell_progress()
                 time.sleep(POLL_SECONDS)
             return 0
         finally:
@@ -154,6 +159,7 @@ class Runner:
             )
         slot.commands, slot.started = tuple(command.name for command in commands), time.monotonic()
         slot.attempts += 1
+        self._say(f"{run.name} {'starts' if slot.attempts == 1 else 'starts again'}; its output: {log.parent}")
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
         """Record that the process that executed commands of a slot's run has ended with an exit status. If a command
@@ -172,8 +178,7 @@ class Runner:
         seconds = time.monotonic() - slot.started - sum(done.get(name, 0.0) for name in slot.commands)
         state.keep(run.folder, spent=spent | {name: spent.get(name, 0.0) + max(0.0, seconds)})
         if not (stopped or self._signal) and slot.attempts >= self.study.attempts:
-            log = state.log_of(run.folder, name)
-            end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+            end = "\n".join(_lines(state.log_of(run.folder, name))[-LOG_LINES:])
             text = f"{name} ended with status {status} ({slot.attempts} starts); the end of its log:\n{end}"
             self._free(slot)
             self._give_up(run, text)
@@ -208,6 +213,17 @@ class Runner:
         print(f"stopped ({reason}); the same command goes on")
         return 128 + self._signal if self._signal else TIME_IS_UP
 
+    def _tell_progress(self) -> None:
+        """Print, for each run that is being executed, the last line of the log of its current command, for example
+        which rollout is done."""
+        self._told = time.monotonic()
+        for slot in self.slots:
+            if slot.run is not None and slot.process is not None:
+                logs = [log for name in slot.commands if (log := state.log_of(slot.run.folder, name)).is_file()]
+                newest = max(logs, key=lambda log: log.stat().st_mtime)  # _start has made one
+                if lines := [line for line in _lines(newest) if line.strip()]:
+                    print(f"{time.strftime('%H:%M:%S')} {slot.run.name}: {lines[-1].strip()}", flush=True)
+
     def _say(self, text: str) -> None:
         running = sum(slot.run is not None for slot in self.slots)
         finished = self.total - len(self.waiting) - running - len(self.failed)
@@ -225,6 +241,13 @@ class Runner:
             return ""
         left = max(0.0, fmean(seconds) * unfinished - sum(running)) / min(len(self.slots), unfinished)
         return f", about {left / 60:.0f} min left"
+
+
+def _lines(log: Path) -> list[str]:
+    """Read the end of a log file, at most 16 KiB; returns its lines."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**14))
+        return file.read().decode(errors="replace").splitlines()
 
 
 def _end_with_parent() -> None:

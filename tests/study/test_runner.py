@@ -39,6 +39,7 @@ for name, folder in json.loads(sys.argv[3]):
         if behaviour == "fails" and done == 2 and not (folder / "mended").exists():
             sys.exit("it broke")
         place.write_text("x" * (done + 1))
+        print(f"{name}: step {done + 1} of 5", flush=True)
         if behaviour == "fails once" and len((folder / "starts").read_text()) == 1:
             sys.exit("it broke")
         if stopped:
@@ -113,6 +114,17 @@ def test_all_runs_and_their_evaluations_finish_and_are_not_run_again(tmp_path, c
     assert [starts(run.folder) for run in evaluated.runs()] == [1] * 6, "a study that shares runs trains none again"
     assert all(starts(run.folder / "evaluations" / "other") == 1 for run in evaluated.runs())
     assert all(state.is_finished(study, run) for study in (more, evaluated) for run in study.runs())
+
+
+def test_a_study_tells_when_runs_start_and_what_they_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner_module, "STATUS_SECONDS", 0.05)
+    study = study_of(tmp_path, "slow", seeds=1)
+    work(study)
+    printed = capsys.readouterr().out
+    (run,) = study.runs()
+    assert f"slow/seed-0 starts; its output: {run.folder / 'study'}" in printed
+    assert "slow/seed-0: fit: step 3 of 5" in printed
+    assert "slow/seed-0: reach: step 3 of 5" in printed, "the log of the command that is executed now"
 
 
 def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_path, capsys):
