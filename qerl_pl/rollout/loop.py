@@ -119,10 +119,7 @@ class RolloutLoop:
         settings = {"sampling": sampling, "seed": derive_seed(seed, "refill"), "baseline": self.baseline}
         sample = partial(self.sample_and_score, **settings, watch=watch)
         num_refills, in_loss = 0, True
-        places = list(ranks.own_places(len(prompts)))
-        if self.dynamic_sampling is None:
-            sampled = chosen = sample(prompts)
-        else:
+        if self.dynamic_sampling is not None:
             sampled, num_refills = self.dynamic_sampling.fill(prompts, more_prompts, sample, watch)
             with watch.phase("wait"):
                 same_noise = len(set(ranks.gather_values(noise if noise.sigma > 0 else None))) == 1
@@ -131,6 +128,9 @@ class RolloutLoop:
             # A batch must not be empty: a rank without groups to train on keeps one, and leaves it out of the loss.
             in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
             places = places or [0]
+        else:
+            sampled = chosen = sample(prompts)
+            places = list(ranks.own_places(len(prompts)))
         with watch.phase("wait"):
             unscored = 1 - ranks.gather(sampled.table.scored.float()).mean().item()
             if unscored > self.max_unscored_share:
