@@ -48,7 +48,7 @@ def test_own_data_reward_loss_and_callback_train_as_the_page_says(folder, monkey
     monkeypatch.setattr("sys.argv", ["train.py"])
     [line] = re.findall(r"^qerl (fit .* --smoke)$", PAGE.read_text(), re.MULTILINE)
     train.main([*shlex.split(line), "--model.engine", "qerl_pl.rollout.hf.TransformersEngine"])
-    run_dir = folder / "runs" / "quickstart_mine_mine_loss-smoke"
+    run_dir = folder / "runs" / "quickstart_mine_mine_loss_mine_callback-smoke"
     assert load_last(run_dir)["global_step"] == 3
     rows = [json.loads(line) for path in run_dir.glob("completions/train-*.jsonl") for line in path.open()]
     problems = [json.loads(line) for line in (folder / "problems.jsonl").open()]
