@@ -8,13 +8,11 @@ correct the difference between the probabilities in trainer and sampler. The upd
 completions.
 """
 
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -47,7 +45,7 @@ from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.rollout.common import end_tokens
 from qerl_pl.rollout.decode import as_sampled
 from qerl_pl.rollout.loop import RolloutLoop
-from qerl_pl.settings.model import ModuleSettings, check_run_length
+from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.settings.run_memory import run_memory
 from qerl_pl.training.optimization import (
     average_and_clip,
@@ -77,6 +75,7 @@ class QeRLModule(LightningModule):
         # Lightning's strict loading is off, as checkpoints hold only the adapter; on_load_checkpoint checks their keys
         self.strict_loading = False
         self.settings = ModuleSettings(**settings)
+        self.settings.check_with_base()
         self.objective = self.settings.objective.resolve()
         self.engine = engine
         self.sampling = self.settings.rollouts
@@ -146,14 +145,7 @@ class QeRLModule(LightningModule):
             )
         if stage == "fit":
             _ = self._replays_routes, self.settings.teacher_folder  # what cannot be used is refused here
-            check_run_length(
-                max_steps=self.trainer.max_steps,
-                updates_per_rollout=self.settings.updates_per_rollout,
-                mini_batches=self.settings.mini_batches,
-                warmup_steps=self.settings.warmup_steps,
-                objective=self.settings.objective,
-                batch_size=self._data.batch_size,
-            )
+            self.settings.check_length(max_steps=self.trainer.max_steps, batch_size=self._data.batch_size)
             number, taught = self.num_rollouts, self.objective.teacher and self.objective.teacher.rollouts
             if taught is not None and taught < number and not self.is_rewarded:
                 rank_zero_warn(
@@ -189,7 +181,10 @@ class QeRLModule(LightningModule):
                 self.settings.folder,
                 seed=derive_seed(self.settings.seed, "adapter"),
                 device=self.trainer.strategy.root_device,
-                **self.settings.of_policy,
+                dtype=self.settings.compute_dtype,
+                lora=self.settings.lora,
+                gradient_checkpointing=self.settings.gradient_checkpointing,
+                fused_elementwise=self.settings.fused_elementwise,
             )
             self.policy.replays_routes = self._replays_routes
         folder = self.settings.teacher_folder if self.trainer.state.fn == TrainerFn.FITTING else None
@@ -411,17 +406,14 @@ class QeRLModule(LightningModule):
 
     def _run_memory(self, stage: str) -> RunMemory:
         """Collect the settings that decide how much GPU memory one rank needs."""
-        data, fit = self._data, stage == "fit"
+        data = self._data
+        if stage != "fit":  # val_batch_size counts the prompts of one rank
+            return run_memory(self.settings, self.engine, num_prompts=data.val_batch_size, trains=False)
+        folder = self.settings.teacher_folder
         return run_memory(
-            engine=self.engine,
-            evaluation=self.settings.evaluation,
-            max_prompt_tokens=self.settings.max_prompt_tokens,
-            micro_batch_tokens=self.settings.micro_batch_tokens,
-            **self.settings.of_policy,
-            num_prompts=data.batch_size if fit else data.val_batch_size,
-            num_ranks=self.trainer.world_size if fit else 1,  # val_batch_size counts the prompts of one rank
-            sampling=self.sampling if fit else replace(self.settings.evaluation, max_tokens=self.sampling.max_tokens),
-            optimizer=type(self.settings.optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__,
-            teacher=self.settings.teacher_memory if fit else None,
-            router_replay=self.settings.router_replay if fit else "off",
+            self.settings,
+            self.engine,
+            num_prompts=data.batch_size,
+            num_ranks=self.trainer.world_size,
+            teacher=None if folder is None else checkpoint_shape(folder, self.settings.compute_dtype),
         )

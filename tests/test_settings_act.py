@@ -27,7 +27,7 @@ from qerl_pl.objective.objective import completed
 from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.vllm import VLLMEngine
-from qerl_pl.settings.model import ModuleSettings, check_run_length
+from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.training.optimization import make_optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -172,12 +172,15 @@ def test_what_an_objective_holds_makes_it_again():
 
 @pytest.mark.parametrize(("name", "value"), [("clip_high", 0.5), ("clip_low", 0.1), ("max_ratio", 4.0)])
 def test_a_bound_of_the_ratio_in_a_run_with_one_step_a_rollout_is_warned_about(name, value, recwarn):
-    run = {"max_steps": 4, "mini_batches": 1, "warmup_steps": 0, "batch_size": 4}
-    check_run_length(**run, updates_per_rollout=2, objective=Objective(**{name: value}))
-    check_run_length(**run, updates_per_rollout=1, objective=Objective(preset="grpo"))
-    check_run_length(**run, updates_per_rollout=1, objective=Objective(**{name: value}, ratio_against="sampler"))
+    def check(objective: Objective, *, updates: int = 1) -> None:
+        settings = ModuleSettings(base="any", updates_per_rollout=updates, objective=objective)
+        settings.check_length(max_steps=4, batch_size=4)
+
+    check(Objective(**{name: value}), updates=2)
+    check(Objective(preset="grpo"))
+    check(Objective(**{name: value}, ratio_against="sampler"))
     assert not list(recwarn)
-    check_run_length(**run, updates_per_rollout=1, objective=Objective(**{name: value}))
+    check(Objective(**{name: value}))
     assert f"model.objective.{name} is {value} and a rollout has one optimizer step" in str(recwarn.pop().message)
 
 

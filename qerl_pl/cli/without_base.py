@@ -1,44 +1,47 @@
 """Build those parts of a configuration of ``fit`` that need no base model, for checks where the base cannot be read."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
 from datamodules.sources import PromptSource, check_problems
-from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.common.types import Problem
-from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward
+from qerl_pl.rollout.base import RolloutEngine
+from qerl_pl.settings.model import ModuleSettings
+
+PARTS = {
+    "settings": ModuleSettings,
+    "engine": RolloutEngine,
+    "rewards": list[WeightedReward],
+    "source": PromptSource,
+}
+"""Parts that need no base model: the settings of the section ``model`` except engine and rewards, these two, and the
+source of the problems."""
 
 
-class Parts(NamedTuple):
-    """Parts of a configuration that need no base model."""
-
-    objective: Objective
-    rewards: list[WeightedReward]
-    source: PromptSource
-
-    def training_problems(self) -> list[Problem]:
-        """Read the training problems; raises ValueError if the source gives none or something else."""
-        problems = check_problems(self.source.train(), type(self.source).__name__)
-        if not problems:
-            raise ValueError(f"{type(self.source).__name__} gives no train problems; give it more rows")
-        return problems
-
-
-def parts_without_base(config: Mapping[str, Any]) -> Parts:
-    """Build the parts from a whole configuration, as ``fit --print_config`` prints it. Raises ValueError if they cannot
-    be built."""
+def parts_without_base(config: Mapping[str, Any], *names: str) -> Any:
+    """Build the parts with some of the names in ``PARTS`` from a whole configuration, as ``fit --print_config`` prints
+    it; returns an object with an attribute for each. The caller has to check the class paths first
+    (``checks.check_class_paths``). ValueError: they cannot be built."""
+    model, data = config["model"], config["data"]
+    settings = {field.name: model[field.name] for field in fields(ModuleSettings) if field.name in model}
+    linked = {"max_prompt_tokens": data["max_prompt_tokens"], "stop": data["stop"]}
+    given = {**model, "settings": settings | linked, "source": data["source"]}
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--objective", type=Objective)
-    parser.add_argument("--rewards", type=list[WeightedReward])
-    parser.add_argument("--source", type=PromptSource)
-    model = config["model"]
-    given = {"objective": model["objective"], "rewards": model["rewards"], "source": config["data"]["source"]}
+    for name in names:
+        parser.add_argument(f"--{name}", type=PARTS[name])
     try:
-        check_class_paths(config)  # before anything that a class path names is called
-        built: Any = parser.instantiate_classes(parser.parse_object(given))
+        return parser.instantiate(parser.parse_object({name: given[name] for name in names}))
     except (TypeError, ImportError, ArgumentError) as error:
         raise ValueError(str(error)) from error
-    return Parts(built.objective, built.rewards, built.source)
+
+
+def training_problems(source: PromptSource) -> list[Problem]:
+    """Read the training problems of a source; raises ValueError if it gives none or something else."""
+    problems = check_problems(source.train(), type(source).__name__)
+    if not problems:
+        raise ValueError(f"{type(source).__name__} gives no train problems; give it more rows")
+    return problems

@@ -14,8 +14,6 @@ from qerl_pl.base.prepared import prepared_base
 from qerl_pl.common.checks import require_at_least
 from qerl_pl.memory.device import check_gpu_memory
 from qerl_pl.memory.fitting import USUAL_MICRO_BATCH
-from qerl_pl.memory.settings import TeacherMemory
-from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.quantization import Quantize, quantization_of
 from qerl_pl.objective import Objective
@@ -125,10 +123,18 @@ class ModuleSettings:
         for name, sampling in (("sampling", self.sampling), ("val_sampling", self.val_sampling)):
             if sampling is not None and sampling.stop not in ((), self.stop):
                 raise ValueError(f"model.{name}.stop is {list(sampling.stop)}: set data.stop, which holds for both")
-        check_micro_batch(
-            self.micro_batch_tokens, prompt_tokens=self.max_prompt_tokens, completion_tokens=self.sampling.max_tokens
-        )
-        config = check_base(self.folder)  # after the other checks, because it may download and quantise the base
+        if self.micro_batch_tokens is not None and self.longest_row > self.micro_batch_tokens:
+            raise ValueError(
+                f"a prompt of {self.max_prompt_tokens} and a completion of {self.sampling.max_tokens} tokens are "
+                f"{self.longest_row}, more than model.micro_batch_tokens ({self.micro_batch_tokens}); raise it, or "
+                "shorten prompts or completions"
+            )
+        fused_wanted(self.fused_elementwise)
+
+    def check_with_base(self) -> None:
+        """Check the settings against the base, which is downloaded or quantised first if need be, and fill in the rank
+        of adapters on experts. ValueError: there is no such base, or a setting does not fit it."""
+        config = check_base(self.folder)
         if self.lora.start is not None:
             start = self.lora.starts_at
             check_fits(start, num_layers=config["num_hidden_layers"], hidden=config["hidden_size"])
@@ -145,7 +151,6 @@ class ModuleSettings:
                 f"({config['hidden_size']}), the largest rank that its linears can have"
             )
         recompute_of(self.gradient_checkpointing, config["num_hidden_layers"])
-        fused_wanted(self.fused_elementwise)
         check_length(config, longest=self.max_model_len)
 
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
@@ -157,9 +162,53 @@ class ModuleSettings:
         which = {"has_experts": has_experts, "returns_routes": returns_routes}
         return replays_routes(self.router_replay, **which, engine=engine)
 
+    def check_length(self, *, max_steps: int, batch_size: int) -> None:
+        """Check the length of a run, ``trainer.max_steps`` (-1: not set), against the number of optimizer steps per
+        rollout, each of which has ``data.batch_size`` prompts.
+
+        Raises:
+            ValueError: the run does not end with a complete rollout, the prompts of a rollout cannot be divided equally
+                among its mini-batches, or the warm-up is longer than the run.
+        """
+        if max_steps < 1:
+            raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
+        if max_steps % self.steps_per_rollout:
+            factors = f"model.updates_per_rollout ({self.updates_per_rollout})"
+            if self.mini_batches > 1:
+                factors += f" x model.mini_batches ({self.mini_batches})"
+            raise ValueError(
+                f"trainer.max_steps ({max_steps}) is no multiple of {factors}, the optimizer steps of a rollout"
+            )
+        if batch_size % self.mini_batches:
+            raise ValueError(
+                f"data.batch_size ({batch_size} prompts) is no multiple of model.mini_batches ({self.mini_batches}): "
+                "every optimizer step takes equally many prompts"
+            )
+        objective = self.objective
+        if self.steps_per_rollout == 1 and objective.ratio_against == "trainer":
+            resolved = objective.resolve()
+            usual = Objective(preset=objective.preset, surrogate=objective.surrogate).resolve()
+            for name in ("clip_low", "clip_high", "max_ratio"):
+                if (value := getattr(resolved, name)) != getattr(usual, name):
+                    rank_zero_warn(
+                        f"model.objective.{name} is {value} and a rollout has one optimizer step, in which the ratio "
+                        "is 1: it has no effect, unless model.updates_per_rollout or model.mini_batches is more than 1"
+                    )
+        if self.warmup_steps > max_steps:
+            raise ValueError(
+                f"model.warmup_steps is {self.warmup_steps}; expected at most trainer.max_steps ({max_steps}), or the "
+                "learning rate never reaches its full value"
+            )
+        if self.warmup_steps == max_steps:
+            rank_zero_warn(
+                f"model.warmup_steps ({self.warmup_steps}) is no less than trainer.max_steps ({max_steps}): the "
+                "learning rate never reaches its full value"
+            )
+
     def _check_numbers(self) -> None:
         updates, parts = self.updates_per_rollout, self.mini_batches
         require_at_least(1, section="model.", updates_per_rollout=updates, mini_batches=parts)
+        require_at_least(1, section="model.", micro_batch_tokens=self.micro_batch_tokens)
         if not self.max_grad_norm >= 0:
             norm = self.max_grad_norm
             raise ValueError(f"model.max_grad_norm is {norm}; expected a norm above 0, or 0 for no clipping")
@@ -178,16 +227,6 @@ class ModuleSettings:
     def teacher_folder(self) -> str | None:
         """Checkpoint folder of the teacher; None without a teacher."""
         return self.teacher and self.teacher.folder(self.base, self.folder)
-
-    @property
-    def teacher_memory(self) -> TeacherMemory | None:
-        """Properties of the teacher that the memory plan needs: the sizes of its layers, where its weights are while it
-        computes nothing, and whether its hidden states are kept during the updates of a rollout; None if the run has no
-        teacher."""
-        if self.teacher is None or self.objective.teacher is None or self.teacher_folder is None:
-            return None
-        shape = checkpoint_shape(self.teacher_folder, self.compute_dtype)
-        return TeacherMemory(shape, self.teacher.keep, self.objective.teacher.mixture is not None)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -226,17 +265,6 @@ class ModuleSettings:
         """Optimizer steps per RL iteration."""
         return self.updates_per_rollout * self.mini_batches
 
-    @property
-    def of_policy(self) -> dict[str, Any]:
-        """Settings, by argument name, that are passed both to the function that loads the policy and to the one that
-        predicts GPU memory."""
-        return {
-            "dtype": self.compute_dtype,
-            "lora": self.lora,
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "fused_elementwise": self.fused_elementwise,
-        }
-
 
 def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, engine: str) -> bool:
     """Return whether training uses the experts that the rollout engine chose for each token, instead of those of the
@@ -264,68 +292,4 @@ def check_sampling(sampling: Sampling) -> None:
             f"model.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}; training samples from all "
             "tokens, top_p 1 and top_k 0: otherwise the sampler's log-probabilities would be normalised over the kept "
             "tokens, and the trainer's over all tokens. Evaluation may truncate: model.val_sampling"
-        )
-
-
-def check_micro_batch(micro_batch_tokens: int | None, *, prompt_tokens: int, completion_tokens: int) -> None:
-    """Raise ValueError if the longest prompt and the longest completion together have more than ``micro_batch_tokens``
-    tokens."""
-    longest = prompt_tokens + completion_tokens
-    if micro_batch_tokens is not None and longest > micro_batch_tokens:
-        raise ValueError(
-            f"a prompt of {prompt_tokens} and a completion of {completion_tokens} tokens are {longest}, more than "
-            f"model.micro_batch_tokens ({micro_batch_tokens}); raise it, or shorten prompts or completions"
-        )
-
-
-def check_run_length(
-    *,
-    max_steps: int,
-    updates_per_rollout: int,
-    mini_batches: int,
-    warmup_steps: int,
-    batch_size: int,
-    objective: Objective,
-) -> None:
-    """Check the length of a run against the number of optimizer steps per rollout. Each argument is the value of the
-    setting that has its name; ``max_steps`` is -1 if it is not set.
-
-    Raises:
-        ValueError: the run does not end with a complete rollout, the prompts of a rollout cannot be divided equally
-            among its mini-batches, or the warm-up is longer than the run.
-    """
-    steps = updates_per_rollout * mini_batches
-    if max_steps < 1:
-        raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
-    if max_steps % steps:
-        factors = f"model.updates_per_rollout ({updates_per_rollout})"
-        if mini_batches > 1:
-            factors += f" x model.mini_batches ({mini_batches})"
-        raise ValueError(
-            f"trainer.max_steps ({max_steps}) is no multiple of {factors}, the optimizer steps of a rollout"
-        )
-    if batch_size % mini_batches:
-        raise ValueError(
-            f"data.batch_size ({batch_size} prompts) is no multiple of model.mini_batches ({mini_batches}): every "
-            "optimizer step takes equally many prompts"
-        )
-    ratio_is_1 = steps == 1 and objective.ratio_against == "trainer"
-    if ratio_is_1:
-        resolved = objective.resolve()
-        usual = Objective(preset=objective.preset, surrogate=objective.surrogate).resolve()
-        for name in ("clip_low", "clip_high", "max_ratio"):
-            if (value := getattr(resolved, name)) != getattr(usual, name):
-                rank_zero_warn(
-                    f"model.objective.{name} is {value} and a rollout has one optimizer step, in which the ratio is 1: "
-                    "it has no effect, unless model.updates_per_rollout or model.mini_batches is more than 1"
-                )
-    if warmup_steps > max_steps:
-        raise ValueError(
-            f"model.warmup_steps is {warmup_steps}; expected at most trainer.max_steps ({max_steps}), or the learning "
-            "rate never reaches its full value"
-        )
-    if warmup_steps == max_steps:
-        rank_zero_warn(
-            f"model.warmup_steps ({warmup_steps}) is no less than trainer.max_steps ({max_steps}): the learning rate "
-            "never reaches its full value"
         )

@@ -16,10 +16,10 @@ import psutil
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
-from qerl_pl.cli.checks import check_run_is_new
+from qerl_pl.cli.checks import check_class_paths, check_run_is_new
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.training import main as training
-from qerl_pl.cli.without_base import Parts, parts_without_base
+from qerl_pl.cli.without_base import parts_without_base, training_problems
 from qerl_pl.common.files import in_bytes
 from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.run_folder import check_places, is_running
@@ -27,9 +27,8 @@ from qerl_pl.common.types import Completion, Problem, Prompt
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.plan import adapter_values
 from qerl_pl.memory.shape import ModelShape
-from qerl_pl.objective import Objective
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
-from qerl_pl.settings.model import check_run_length
+from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.tools.plan import card_bytes, planned_run, read_settings, shape_of, without_native_kernels
 
 GIB = 2**30
@@ -87,18 +86,19 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         return objects[0]
 
     @functools.cache
-    def alone() -> Parts:
+    def alone() -> Any:
         try:
-            return parts_without_base(settings())
+            check_class_paths(settings())  # before anything that a class path names is called
+            return parts_without_base(settings(), "settings", "rewards", "source")
         except ValueError:
             raise NotChecked("not checked, because the configuration could not be built") from None
 
     @functools.cache
     def problems() -> Sequence[Problem]:
-        return alone().training_problems()
+        return training_problems(alone().source)
 
     def length() -> str:
-        return _length(settings(), objects[0].model.settings.objective if objects else alone().objective)
+        return _length(settings(), objects[0].model.settings if objects else alone().settings)
 
     def data() -> str:
         return _data(objects[0].datamodule) if objects else _rows(problems())
@@ -124,17 +124,10 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     return [*checks, ("start of the engine", start)] if warm else checks
 
 
-def _length(config: dict[str, Any], objective: Objective) -> str:
-    model, max_steps = config["model"], config["trainer"]["max_steps"]
-    check_run_length(
-        max_steps=max_steps,
-        updates_per_rollout=model["updates_per_rollout"],
-        mini_batches=model["mini_batches"],
-        warmup_steps=model["warmup_steps"],
-        objective=objective,
-        batch_size=config["data"]["batch_size"],
-    )
-    rollouts = max_steps // (model["updates_per_rollout"] * model["mini_batches"])
+def _length(config: dict[str, Any], settings: ModuleSettings) -> str:
+    max_steps = config["trainer"]["max_steps"]
+    settings.check_length(max_steps=max_steps, batch_size=config["data"]["batch_size"])
+    rollouts = max_steps // settings.steps_per_rollout
     for callback in config["trainer"]["callbacks"] or ():
         stages = (callback.get("init_args") or {}).get("num_stages", 0)
         if stages > rollouts:

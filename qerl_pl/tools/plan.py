@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from io import StringIO
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from rich.table import Table
 from qerl_pl import native
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
+from qerl_pl.cli.without_base import parts_without_base
 from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import phase
@@ -32,15 +32,13 @@ from qerl_pl.memory.fitting import (
     usable,
 )
 from qerl_pl.memory.plan import Plan
-from qerl_pl.memory.settings import RunMemory, TeacherMemory
+from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import ModelShape, planned_shape
 from qerl_pl.model.family import MERGED, PROJECTIONS
 from qerl_pl.model.quantization import quantization_of
-from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_positions
-from qerl_pl.rollout.base import Sampling
-from qerl_pl.settings.model import check_micro_batch
+from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.settings.run_memory import run_memory
 from qerl_pl.settings.teacher import DENSE
 from qerl_pl.settings.trainer import check_devices
@@ -63,7 +61,6 @@ def main(argv: list[str]) -> int:
         print_longest(shape, run, [card_bytes(gib) for gib in options.longest or USUAL_GPUS])
         return 0
     check_positions(shape.positions, shape.short_positions, longest=run.max_model_len)
-    check_micro_batch(run.micro_batch_tokens, prompt_tokens=run.prompt_tokens, completion_tokens=run.completion_tokens)
     gpu_bytes = card_bytes(config["model"]["gpu_memory"] if options.gpu_memory is None else options.gpu_memory)
     with phase("planning"):
         plan = fitted(shape, run, gpu_bytes)
@@ -118,43 +115,33 @@ def card_bytes(gib: float | None) -> int:
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
     """Return the settings of a configuration that decide how much memory a run needs on each GPU. ValueError: a setting
     is missing or out of range, or the rollout engine cannot be built with its settings."""
-    check_settings(config)
-    check_devices(config["trainer"])
     model, data, trainer = config["model"], config["data"], config["trainer"]
-    optimizer = model["optimizer"]  # a text, the import path, if it has no arguments
-    sampling = Sampling(**model["sampling"])
+    for name in ("base", "engine"):
+        if not model[name]:
+            raise ValueError(f"model.{name} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b")
+    require_at_least(1, section="data.", batch_size=data["batch_size"], max_prompt_tokens=data["max_prompt_tokens"])
+    check_devices(trainer)
     check_class_paths(model["engine"], "model.engine")
-    engine = resolve_name(model["engine"]["class_path"])(**model["engine"].get("init_args") or {})
+    parts = parts_without_base(config, "settings", "engine")
+    known = (*PROJECTIONS, *MERGED)  # which of them the base has is known only when it is loaded
+    if unknown := sorted(set(parts.settings.lora.targets) - set(known)):
+        raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")
     return run_memory(
+        parts.settings,
+        parts.engine,
         num_prompts=data["batch_size"],
         num_ranks=(trainer["devices"] if isinstance(trainer["devices"], int) else 1) * trainer["num_nodes"],
-        sampling=sampling,
-        evaluation=Sampling(**model["val_sampling"]) if model["val_sampling"] else sampling,
-        max_prompt_tokens=data["max_prompt_tokens"],
-        dtype=DTYPES[model["dtype"]],
-        lora=LoraSettings(**model["lora"]),
-        optimizer=optimizer if isinstance(optimizer, str) else optimizer["class_path"],
-        micro_batch_tokens=model["micro_batch_tokens"],
-        gradient_checkpointing=model["gradient_checkpointing"],
-        fused_elementwise=model["fused_elementwise"],
-        engine=engine,
-        teacher=_teacher(model),
-        router_replay=model["router_replay"],
+        teacher=_teacher_shape(parts.settings),
     )
 
 
-def _teacher(model: Mapping[str, Any]) -> TeacherMemory | None:
-    """Extract from the section ``model`` of a configuration the settings that decide how much memory the teacher needs;
-    None if there is no teacher."""
-    teacher, objective = model["teacher"], model["objective"]
-    if not teacher or not isinstance(objective, dict) or not objective["teacher"]:
+def _teacher_shape(settings: ModuleSettings) -> ModelShape | None:
+    teacher, dtype = settings.teacher, settings.compute_dtype
+    if teacher is None:
         return None
-    if teacher["base"] == DENSE:
-        source: tuple[str, Any, Any] = (model["base"], None, None)
-    else:
-        source = (teacher["base"], teacher["base_format"], quantization_of(teacher["quantize"]))
-    shape = planned_shape(*source, DTYPES[model["dtype"]])
-    return TeacherMemory(shape, teacher["keep"], objective["teacher"]["divergence"] != "sampled")
+    if teacher.base == DENSE:
+        return planned_shape(settings.base, None, None, dtype)
+    return planned_shape(teacher.base, teacher.base_format, quantization_of(teacher.quantize), dtype)
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
@@ -171,21 +158,6 @@ def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:
         speculates = engine.speculates or (settings.get("speculation") == "auto" and native.is_installed())
         engine = replace(engine, one_copy=is_native, dequantises=is_native, speculates=speculates)
     return replace(run, fused=model["fused_elementwise"] is not False, engine=engine)
-
-
-def check_settings(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings with which training (the command ``fit``) would fail when it builds the
-    LightningModule or the data module. The command ``plan``, which only predicts memory, builds neither of them, so it
-    calls this function instead."""
-    model, data = config["model"], config["data"]
-    for name in ("base", "engine"):
-        if not model[name]:
-            raise ValueError(f"model.{name} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b")
-    require_at_least(1, section="data.", batch_size=data["batch_size"], max_prompt_tokens=data["max_prompt_tokens"])
-    require_at_least(1, section="model.", micro_batch_tokens=model["micro_batch_tokens"])
-    known = (*PROJECTIONS, *MERGED)
-    if unknown := sorted(set(model["lora"]["targets"] or ()) - set(known)):
-        raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")
 
 
 def print_plan(plan: Plan, gpu_bytes: int) -> None:

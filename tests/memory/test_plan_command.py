@@ -148,7 +148,10 @@ def test_what_does_not_fit_is_told_by_the_name_of_its_key(bases, capsys):
             "a prompt of 64 and a completion of 6 tokens are 70, more than model.micro_batch_tokens (69); raise it",
         ),
         (("--model.gradient_checkpointing", "99"), "gradient_checkpointing is 99"),
-        (("--model.sampling.max_tokens", "99999"), "and the model has 2048 positions; lower"),
+        (
+            ("--model.micro_batch_tokens", "null", "--model.sampling.max_tokens", "99999"),
+            "and the model has 2048 positions; lower",
+        ),
     ],
     ids=lambda value: "=".join(value[-2:]).removeprefix("--") if isinstance(value, tuple) else "",
 )
