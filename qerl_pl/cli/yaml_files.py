@@ -1,7 +1,7 @@
 """Find the configuration files that a command line names (``-c gsm8k -c qwen2.5-7b -c mine.yaml``), and refuse faults
 that YAML itself accepts: duplicate keys, empty sections, cyclic aliases. No package but PyYAML is imported."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -26,14 +26,19 @@ KINDS_OF_KEYS = ("str", "int", "merge")
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
     """Replace names of the package's configurations after ``-c`` by the paths of their files."""
-    replaced = list(arguments)
-    for index, argument in enumerate(replaced):
-        option, equals, name = argument.partition("=")
-        if option in OPTIONS and equals:
-            replaced[index] = f"{option}={config_path(name)}"
-        elif argument in OPTIONS and index + 1 < len(replaced):
-            replaced[index + 1] = str(config_path(replaced[index + 1]))
-    return replaced
+    return with_values(arguments, OPTIONS, lambda name: str(config_path(name)))
+
+
+def with_values(arguments: Sequence[str], options: Sequence[str], change: Callable[[str], str]) -> list[str]:
+    """Change the values of some options in a command line, both in ``OPTION VALUE`` and in ``OPTION=VALUE``."""
+    changed = list(arguments)
+    for index, argument in enumerate(changed):
+        option, equals, value = argument.partition("=")
+        if option in options and equals:
+            changed[index] = f"{option}={change(value)}"
+        elif argument in options and index + 1 < len(changed):
+            changed[index + 1] = change(changed[index + 1])
+    return changed
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.errors import in_short
 from qerl_pl.cli.help_text import HelpFormatter
+from qerl_pl.cli.yaml_files import with_values
 from qerl_pl.common.files import replacing
 from qerl_pl.common.json_lines import only_entry, read_json_lines, stored_text
 from qerl_pl.common.phases import phase
@@ -24,13 +25,14 @@ from qerl_pl.tools.options import output_file
 
 CHUNK = 1024  # number of rows that are in memory at a time; one completion may have 100 kB
 NAMED = {
-    "gsm8k": {
-        "class_path": "qerl_pl.rewards.math.NumericAnswer",
-        "init_args": {"marker": "any", "fallback": "last_number"},
-    },
-    "math": {"class_path": "qerl_pl.rewards.math.MathAnswer", "init_args": {"marker": "any", "fallback": "last_math"}},
-    "dapo": {"class_path": "qerl_pl.rewards.math.MathAnswer", "init_args": {"marker": "line"}},
+    name: json.dumps({"class_path": f"qerl_pl.rewards.math.{kind}", "init_args": settings})
+    for name, kind, settings in (
+        ("gsm8k", "NumericAnswer", {"marker": "any", "fallback": "last_number"}),
+        ("math", "MathAnswer", {"marker": "any", "fallback": "last_math"}),
+        ("dapo", "MathAnswer", {"marker": "line"}),
+    )
 }
+"""Classes and settings of rewards, as JSON, by the short names that ``--reward`` takes for them."""
 _EPILOG = """\
 gsm8k and math accept unmarked answers: they read the tagged answer, else the last box, else the #### line, else a
 sentence that states the answer, else the last number or formula. In training the same rewards give
@@ -76,7 +78,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--output", type=output_file, required=True, help='the same rows with "score" and "reason"')
     try:
-        parsed = parser.parse_args(_named(argv))
+        parsed = parser.parse_args(with_values(argv, ["--reward"], lambda name: NAMED.get(name, name)))
         check_class_paths(parsed)
         arguments = parser.instantiate(parsed)
         term = WeightedReward("reward", arguments.reward, time_limit=None)
@@ -155,15 +157,3 @@ def _prompt(row: Row, tokens: tuple[int, ...]) -> Prompt:
 
 def _known_answer(row: Row, where: str = "the row") -> str:
     return stored_text(only_entry(row["answer"]), f"{where}: 'answer'")
-
-
-def _named(argv: Iterable[str]) -> list[str]:
-    """Replace a short name of a reward after ``--reward``, such as ``math``, by a JSON text with the reward's class and
-    settings."""
-    spelled = []
-    for argument in argv:
-        option, equals, value = argument.partition("=")
-        if (spelled[-1:] == ["--reward"] and argument in NAMED) or (option == "--reward" and equals and value in NAMED):
-            argument = (option + equals if equals else "") + json.dumps(NAMED[value or argument])
-        spelled.append(argument)
-    return spelled
