@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -35,6 +36,7 @@ IN_ANY_ORDER = "the training problems in any order"
 IN_OTHER_ORDER = "only the order of the training problems (does data.source read a set, or files in no fixed order?)"
 
 
+@dataclass(eq=False)
 class PromptDataModule(LightningDataModule):
     """Serves ``list[Prompt]``: shuffled and endless in training, once and in order in validation, test and prediction.
 
@@ -81,46 +83,31 @@ class PromptDataModule(LightningDataModule):
         ValueError: in ``setup``, if there is no data or no chat template, or too many prompts would be dropped.
     """
 
-    def __init__(
-        self,
-        source: PromptSource,
-        tokenizer: str,
-        batch_size: int = 32,
-        max_prompt_tokens: int = 256,
-        max_dropped_share: float = 0.01,
-        system_prompt: str | None = None,
-        question_template: str = "{question}",
-        template_arguments: dict[str, Any] | None = None,
-        date: str | None = None,
-        stop: tuple[str, ...] = (),
-        show_prompt: int = 0,
-        held_out: int = 0,
-        val_limit: int | None = None,
-        val_batch_size: int = 256,
-        seed: int = 0,
-    ) -> None:
+    source: PromptSource
+    tokenizer: str
+    batch_size: int = 32
+    max_prompt_tokens: int = 256
+    max_dropped_share: float = 0.01
+    system_prompt: str | None = None
+    question_template: str = "{question}"
+    template_arguments: dict[str, Any] | None = None
+    date: str | None = None
+    stop: tuple[str, ...] = ()
+    show_prompt: int = 0
+    held_out: int = 0
+    val_limit: int | None = None
+    val_batch_size: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
         super().__init__()
-        check_template(question_template)
-        if not 0 <= max_dropped_share <= 1:
-            raise ValueError(f"data.max_dropped_share is {max_dropped_share}; expected 0 to 1")
-        require_at_least(1, section="data.", batch_size=batch_size, val_batch_size=val_batch_size)
-        require_at_least(0, section="data.", show_prompt=show_prompt, held_out=held_out)
-        require_at_least(1, section="data.", val_limit=val_limit, hint=", or null for all")
-        self.source = source
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_dropped_share = max_dropped_share
-        self.system_prompt = system_prompt
-        self.question_template = question_template
-        self.template_arguments = dict(template_arguments or {})
-        self.date = date
-        self.stop = tuple(stop)
-        self.show_prompt = show_prompt
-        self.held_out = held_out
-        self.val_limit = val_limit
-        self.val_batch_size = val_batch_size
-        self.seed = seed
+        check_template(self.question_template)
+        if not 0 <= self.max_dropped_share <= 1:
+            raise ValueError(f"data.max_dropped_share is {self.max_dropped_share}; expected 0 to 1")
+        require_at_least(1, section="data.", batch_size=self.batch_size, val_batch_size=self.val_batch_size)
+        require_at_least(0, section="data.", show_prompt=self.show_prompt, held_out=self.held_out)
+        require_at_least(1, section="data.", val_limit=self.val_limit, hint=", or null for all")
+        self.stop = tuple(self.stop)
         self.num_dropped: dict[str, int] = {}
         self.num_with_special_tokens: dict[str, int] = {}
         self.num_shared = 0
@@ -138,7 +125,7 @@ class PromptDataModule(LightningDataModule):
             return
         tokenizer = read_tokenizer(self.tokenizer)
         check_chat_template(
-            tokenizer, system_prompt=self.system_prompt, arguments=self.template_arguments, date=self.date
+            tokenizer, system_prompt=self.system_prompt, arguments=self.template_arguments or {}, date=self.date
         )
         if reads_clock(tokenizer):
             self.date = ranks.gather_values(self.date or today())[0]  # clocks of several machines may differ
@@ -154,7 +141,7 @@ class PromptDataModule(LightningDataModule):
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:
             train = check_problems(self.source.train(), name)
-            settings = [self.system_prompt, self.question_template, self.template_arguments]
+            settings = [self.system_prompt, self.question_template, self.template_arguments or {}]
             self._inputs = _digests(tokenizer, settings, train)
             train, self.num_shared = without_shared(train, validation)
             if self.num_shared and not train:
@@ -244,7 +231,8 @@ class PromptDataModule(LightningDataModule):
         problems = self._without_special_tokens(tokenizer, problems, side)
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
-        texts = [chat_text(tokenizer, chat, self.template_arguments, date=self.date) for chat in chats]
+        arguments = self.template_arguments or {}
+        texts = [chat_text(tokenizer, chat, arguments, date=self.date) for chat in chats]
         rows = tokenizer(texts, add_special_tokens=False).input_ids  # the texts have the special tokens
         unknown = tokens_without_embedding(tokenizer, self.tokenizer)
         for row, problem in zip(rows, problems, strict=True) if unknown else ():
