@@ -22,10 +22,11 @@ class Evaluation:
     """One evaluation of a policy: a pass over held-out prompts, which collects one record per completion.
 
     Args:
-        loop: samples and scores completions with the policy, which its engine holds. sampling: settings with which
-        completions are sampled. seed: seed of sampling, which is the same for every batch of prompts. cache: cache of
-        finished batches, to resume an interrupted evaluation; None: nothing is stored. device: device on which means
-        are computed; the process group's collectives must run there.
+        loop: samples and scores completions with the policy, which its engine holds.
+        sampling: settings with which completions are sampled.
+        seed: seed of sampling, which is the same for every batch of prompts.
+        cache: cache of finished batches, to resume an interrupted evaluation; None: nothing is stored.
+        device: device on which means are computed; the process group's collectives must run there.
     """
 
     def __init__(

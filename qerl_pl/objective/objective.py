@@ -163,7 +163,7 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: a setting contradicts the published objective that the setting ``preset`` names, or names neither a
-        known surrogate or baseline nor an import path.
+            known surrogate or baseline nor an import path.
     """
     settings = dict(values)
     preset: Preset | None = settings["preset"]
