@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
+from qerl_pl.memory.settings import RunMemory
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.quant.experts import StackedLinear, stack_experts
 from qerl_pl.quant.formats import Format, PackedWeight
@@ -70,6 +71,11 @@ FUSED = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+
+
+def run_of(itemsize: int, **settings: Any) -> RunMemory:
+    """Make the memory settings of a run, for formulas that do not depend on its prompts and completions."""
+    return RunMemory(rows=1, prompt_tokens=1, completion_tokens=1, itemsize=itemsize, **settings)
 
 
 def model_config(name: str, *, num_layers: int | None = None) -> PretrainedConfig:

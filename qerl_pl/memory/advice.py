@@ -8,7 +8,7 @@ from typing import Any
 
 from qerl_pl.memory.fitting import fitted, usable
 from qerl_pl.memory.plan import MOMENTS, Plan
-from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory, RunMemory, state_bytes
+from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape
 
 
@@ -107,7 +107,7 @@ def savings(run: RunMemory) -> dict[str, list[Any]]:
         ENGINE + "kv_cache_bytes": [] if engine.kv_cache_bytes is None else [None],
         ENGINE + "sleep_level": [1] if engine.sleep_level == 0 else [],
         "model.gradient_checkpointing": [] if run.gradient_checkpointing == "auto" else ["auto"],
-        ENGINE + "max_num_batched_tokens": _halved(engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS, 1024),
+        ENGINE + "max_num_batched_tokens": _halved(engine.batched_tokens, 1024),
         "model.optimizer": ["bitsandbytes.optim.AdamW8bit"] if run.state_bytes > 2 else [],
         ENGINE + "max_num_seqs": _halved(engine.max_num_seqs, 8),
         ENGINE + "kv_cache_dtype": [] if engine.kv_cache_dtype.startswith("fp8") else ["fp8"],

@@ -9,7 +9,7 @@ in ``policy/lora_product.py``, ``policy/attention.py``, ``policy/logprobs.py`` a
 from collections.abc import Collection
 from math import ceil
 
-from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES, EngineMemory, RunMemory
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.delta_net import GROUP_TOKENS
 from qerl_pl.policy.logprobs import CHUNK_BYTES
@@ -58,14 +58,12 @@ def adapted_experts(shape: ModelShape) -> int:
     return shape.experts.num * (2 * shape.hidden + 3 * shape.experts.inner)
 
 
-def adapter_values(
-    shape: ModelShape, *, rank: int, targets: Collection[str], train_norms: bool, expert_rank: int = 0
-) -> int:
-    """Return the number of trained parameters of a run: those of LoRA (with rank ``expert_rank`` on experts, and
-    ``rank`` elsewhere) and, if ``train_norms``, those of norms."""
-    norms = shape.trained_norms * shape.hidden if train_norms else 0
-    values = rank * sum(number * values for number, values in adapted_values(shape, targets))
-    return values + shape.num_layers * norms + shape.experts.layers * expert_rank * adapted_experts(shape)
+def adapter_values(shape: ModelShape, run: RunMemory) -> int:
+    """Return the number of trained parameters of a run: those of LoRA and, if it trains them, those of norms."""
+    norms = shape.trained_norms * shape.hidden if run.train_norms else 0
+    values = run.rank * sum(number * values for number, values in adapted_values(shape, run.targets))
+    values += shape.experts.layers * run.rank_of_experts(shape) * adapted_experts(shape)
+    return values + shape.num_layers * norms
 
 
 def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
@@ -103,17 +101,7 @@ def recorded_routes(shape: ModelShape, slots: int) -> int:
     return 2 * shape.experts.layers * shape.experts.chosen * (slots + 1)
 
 
-def block_kept(
-    shape: ModelShape,
-    tokens: int,
-    itemsize: int,
-    *,
-    rank: int,
-    targets: Collection[str],
-    expert_rank: int = 0,
-    fused: bool = False,
-    dropout: bool = False,
-) -> int:
+def block_kept(shape: ModelShape, run: RunMemory, tokens: int) -> int:
     """Return the bytes of the activations that autograd keeps for backward of one decoder block, if nothing is
     recomputed.
 
@@ -133,6 +121,7 @@ def block_kept(
     dropped values, which it shares with no other layer, and a mask of one byte per value. The attention's output is
     kept in any case, because backward of attention needs it.
     """
+    itemsize, fused = run.itemsize, run.fused and shape.fusable
     norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
     norm_rows = shape.block_norms + shape.head_norms * (shape.num_heads + shape.num_key_heads)
     sizes = shape.recurrent
@@ -142,27 +131,18 @@ def block_kept(
     # ``width`` and ``inputs`` below count a dense MLP, of which a shared expert is one
     chosen_only -= itemsize * (3 if fused else 4) * (shape.inner - shape.experts.shared)
     chosen_only = max(0, chosen_only + itemsize * shape.hidden * (shape.experts.shared > 0))
-    blocks = [linears for _, linears in adapted(shape, targets)]
-    if dropout:
+    blocks = [linears for _, linears in adapted(shape, run.targets)]
+    if run.dropout:
         inputs = (itemsize + 1) * max(sum(columns for _, _, columns in linears) for linears in blocks)
     width = mixer + (2 if fused else 3) * shape.inner
-    width += rank * max(map(len, blocks)) + fused * norm_inputs
+    width += run.rank * max(map(len, blocks)) + fused * norm_inputs
     fp32 = shape.num_heads + (norm_rows if fused else norm_inputs) + 2 * sizes.value_width
-    linears = itemsize * rank * max(values for _, values in adapted_values(shape, targets))
-    linears += expert_factors(shape, itemsize, expert_rank)
+    linears = itemsize * run.rank * max(values for _, values in adapted_values(shape, run.targets))
+    linears += expert_factors(shape, itemsize, run.rank_of_experts(shape))
     return tokens * (inputs + itemsize * width + 4 * fp32 + chosen_only) + linears
 
 
-def block_kept_selectively(
-    shape: ModelShape,
-    tokens: int,
-    itemsize: int,
-    *,
-    targets: Collection[str],
-    expert_rank: int = 0,
-    fused: bool = False,
-    dropout: bool = False,
-) -> int:
+def block_kept_selectively(shape: ModelShape, run: RunMemory, tokens: int) -> int:
     """Return the bytes of the activations that autograd keeps for backward of one decoder block, if element-wise
     operations are recomputed.
 
@@ -172,59 +152,39 @@ def block_kept_selectively(
     rotated in place. In fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of layers with adapters are
     recomputed too.
     """
-    sizes = shape.recurrent
+    sizes, expert_rank = shape.recurrent, run.rank_of_experts(shape)
     width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
-    in_place = ("q_proj", "k_proj") if fused and not shape.head_norms else ()
+    in_place = ("q_proj", "k_proj") if run.fused and shape.fusable and not shape.head_norms else ()
     shared = ("v_proj", shape.last_linear, *in_place)
-    if not dropout:
-        outputs = set(targets) - set(shared)
+    if not run.dropout:
+        outputs = set(run.targets) - set(shared)
         width += max(sum(rows for _, rows, _ in linears) for _, linears in adapted(shape, outputs))
     # the output of a mixture, and its input if experts have adapters
     width += shape.hidden * ((shape.experts.num > 0) + (expert_rank > 0))
-    kept = tokens * (itemsize * width + 4 * shape.num_heads + experts_kept(shape, itemsize))
-    return kept + expert_factors(shape, itemsize, expert_rank)
+    kept = tokens * (run.itemsize * width + 4 * shape.num_heads + experts_kept(shape, run.itemsize))
+    return kept + expert_factors(shape, run.itemsize, expert_rank)
 
 
-def blocks_kept(
-    shape: ModelShape,
-    tokens: int,
-    itemsize: int,
-    *,
-    rank: int,
-    targets: Collection[str],
-    how: Recompute,
-    expert_rank: int = 0,
-    fused: bool = False,
-    dropout: bool = False,
-) -> tuple[int, int]:
+def blocks_kept(shape: ModelShape, run: RunMemory, tokens: int, *, how: Recompute) -> tuple[int, int]:
     """Return the bytes of the activations that all decoder blocks together keep for backward, at two moments: before
     backward, and during backward of the last block, after its activations have been recomputed.
 
     The inputs of the blocks whose whole forward pass backward repeats are not included; ``checkpoints`` counts them.
     These blocks are the first ones, so backward of a block before the last one needs at most as much memory.
     """
-    options = {"targets": targets, "expert_rank": expert_rank, "fused": fused, "dropout": dropout}
-    full = block_kept(shape, tokens, itemsize, rank=rank, **options)
+    full = block_kept(shape, run, tokens)
     if not how.selective:
         return shape.num_layers * full, shape.num_layers * full
     number = shape.num_layers - how.blocks
     if not number:
         return 0, full
-    less = block_kept_selectively(shape, tokens, itemsize, **options)
+    less = block_kept_selectively(shape, run, tokens)
     # A fused norm keeps its input in the compute dtype, so ``full`` already includes the input of the block.
-    inputs = 0 if fused else tokens * shape.hidden * itemsize
+    inputs = 0 if run.fused and shape.fusable else tokens * shape.hidden * run.itemsize
     return number * less, (number - 1) * less + inputs + full
 
 
-def block_backward(
-    shape: ModelShape,
-    tokens: int,
-    itemsize: int,
-    *,
-    expert_rank: int = 0,
-    fused: bool = False,
-    longest_row: int = GROUP_TOKENS,
-) -> int:
+def block_backward(shape: ModelShape, run: RunMemory, tokens: int) -> int:
     """Return the bytes that backward through one decoder block needs in addition to the activations kept for it.
 
     They are the gradient of the block's output, and the larger of what two moments in the MLP need. Backward of the
@@ -236,11 +196,13 @@ def block_backward(
     tensors of the expert's inner size and two gradients of its input per token; the gradients of adapters on experts
     exist twice in fp32.
     """
-    scanned = min(tokens, max(GROUP_TOKENS, longest_row))
+    itemsize, fused = run.itemsize, run.fused and shape.fusable
+    scanned = min(tokens, max(GROUP_TOKENS, run.longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
     linear = itemsize * (tokens * shape.inner + shape.largest_packed)
     row = shape.experts.chosen * (2 * shape.hidden + 4 * shape.experts.inner)
-    linear = max(linear, itemsize * (tokens * row + shape.largest_packed)) + expert_factors(shape, 8, expert_rank)
+    linear = max(linear, itemsize * (tokens * row + shape.largest_packed))
+    linear += expert_factors(shape, 8, run.rank_of_experts(shape))
     return itemsize * tokens * shape.hidden + max(linear, 0 if fused else itemsize * tokens * 2 * shape.inner, scan)
 
 
@@ -304,26 +266,27 @@ def kv_cache(
     return (num_sequences * blocks + 1) * block * token * group // attention
 
 
-def engine_base(shape: ModelShape, itemsize: int, engine_itemsize: int, *, shared_embeddings: bool) -> int:
+def engine_base(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
     """Return the bytes of vLLM's weights: 4-bit linear layers, and everything else in vLLM's compute dtype. Embedding
     and output head are not counted if vLLM shares them with the trainer, which requires that both have the same dtype,
     and that vLLM does not pad the vocabulary."""
-    own_embeddings = not shared_embeddings or engine_itemsize != itemsize or shape.vocabulary % VOCABULARY > 0
+    itemsize = engine.itemsize(run.itemsize)
+    own_embeddings = not run.shared_embeddings or itemsize != run.itemsize or shape.vocabulary % VOCABULARY > 0
     dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
     dense += own_embeddings * shape.embedding_bytes
-    return shape.engine_packed_bytes + dense // itemsize * engine_itemsize
+    return shape.engine_packed_bytes + dense // run.itemsize * itemsize
 
 
-def engine_pass(
-    shape: ModelShape, itemsize: int, *, batched_tokens: int, num_seqs: int, slot_rank: int, dequantises: bool = False
-) -> int:
+def engine_pass(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
     """Return the peak bytes of vLLM's largest forward pass. It is the larger of what two moments need: an MLP with
-    LoRA's fp32 buffers and, if vLLM ``dequantises`` weights in large passes, a dequantised copy of gate and up; and
+    LoRA's fp32 buffers and, if vLLM dequantises weights in large passes, a dequantised copy of gate and up; and
     sampling, with two fp32 copies of the logits."""
-    mlp = batched_tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank)
-    mlp += dequantises * itemsize * 2 * shape.inner * shape.hidden
-    logits = shape.vocabulary * 4 * max(2 * num_seqs, SCORED_TOGETHER)
-    return max(mlp, itemsize * batched_tokens * shape.hidden + logits)
+    itemsize, tokens = engine.itemsize(run.itemsize), engine.batched_tokens
+    mlp = tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank(run.rank))
+    if engine.dequantises and itemsize == 2 and shape.fitting_bytes:  # only an NVFP4 base has linears that fit
+        mlp += itemsize * 2 * shape.inner * shape.hidden
+    logits = shape.vocabulary * 4 * max(2 * engine.max_num_seqs, SCORED_TOGETHER)
+    return max(mlp, itemsize * tokens * shape.hidden + logits)
 
 
 def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -> int:
@@ -334,33 +297,34 @@ def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -
     return itemsize * batched_tokens * sizes.chosen * (max(2 * sizes.inner, hidden) + max(sizes.inner, hidden))
 
 
-def engine_state(shape: ModelShape, *, num_seqs: int, eager: bool, speculates: bool = False, length: int = 0) -> int:
+def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int:
     """Return the bytes that vLLM keeps even while it sleeps.
 
     These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
-    graphs of decoding steps keep; and, for each of ``num_seqs`` sequences, an int32 and a bit per token of the
+    graphs of decoding steps keep; and, for each of the engine's sequences, an int32 and a bit per token of the
     vocabulary, which are there for repetition penalties. With speculative decoding, vLLM also has a set of the model's
     graphs for each number of drafted tokens, logits for each of these, and the tokens of all sequences, in which it
     looks for drafts, with up to ``length`` int32 per sequence.
     """
+    num_seqs = engine.max_num_seqs
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     sets, rows = 1, num_seqs
-    if speculates:
+    if engine.speculates:
         sets += len(DRAFTS_BY_SEQUENCES)
         rows = max(rows, *(min(num_seqs, most) * (1 + drafts) for most, drafts in DRAFTS_BY_SEQUENCES))
         counts += num_seqs * 4 * length
     graphs = sets * GRAPHS_PER_LAYER * shape.num_layers + 2 * 4 * shape.vocabulary * min(rows, GRAPH_SEQUENCES)
-    return counts + (0 if eager else graphs)
+    return counts + (0 if engine.enforce_eager else graphs)
 
 
-def adapter_slots(shape: ModelShape, itemsize: int, *, rank: int, targets: Collection[str], expert_rank: int) -> int:
+def adapter_slots(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
     """Return the bytes of the memory in which vLLM holds one adapter (a slot). The adapters of gate and up of an expert
     share one matrix A in the trainer; in vLLM, each has its own copy."""
-    values = slot_rank(rank) * sum(number * values for number, values in adapted_values(shape, targets))
-    if expert_rank:
+    values = slot_rank(run.rank) * sum(number * values for number, values in adapted_values(shape, run.targets))
+    if expert_rank := run.rank_of_experts(shape):
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden
         values += slot_rank(max(MULTIPLE, expert_rank)) * shape.experts.layers * of_experts
-    return itemsize * values
+    return engine.itemsize(run.itemsize) * values
 
 
 def slot_rank(rank: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qerl_pl.memory import parts
-from qerl_pl.memory.settings import DEFAULT_BATCHED_TOKENS, EngineMemory, RunMemory
+from qerl_pl.memory.settings import EngineMemory, RunMemory
 from qerl_pl.memory.shape import ModelShape
 
 MOMENTS = {
@@ -106,7 +106,7 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
     # The adapter of ``model.lora.start`` is in host memory. It is copied to the GPU only while log-probabilities of the
     # reference are computed. At that time there are no gradients, which are as large as the copy, so the copy adds
     # nothing to the peak.
-    values = adapter_values(shape, run)
+    values = parts.adapter_values(shape, run)
     return {
         "adapter, fp32": _at(4 * values, *MOMENTS),
         "optimizer state": _at(run.state_bytes * values, "rollout", "teacher", *TRAINING),
@@ -115,48 +115,25 @@ def _adapter(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
     }
 
 
-def adapter_values(shape: ModelShape, run: RunMemory) -> int:
-    """Return the number of trained parameters of a run."""
-    experts = run.rank_of_experts(shape)
-    return parts.adapter_values(
-        shape, rank=run.rank, targets=run.targets, train_norms=run.train_norms, expert_rank=experts
-    )
-
-
 def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, dict[str, int]]:
     assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
-    itemsize = engine.itemsize(run.itemsize)
-    rank, num_seqs = parts.slot_rank(run.rank), engine.max_num_seqs
+    itemsize, largest = engine.itemsize(run.itemsize), parts.engine_pass(shape, run, engine)
     awake = ("start", "rollout")
     weights = awake if engine.sleep_level else tuple(MOMENTS)
-    batched_tokens = engine.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
-    largest = parts.engine_pass(
-        shape,
-        itemsize,
-        batched_tokens=batched_tokens,
-        num_seqs=num_seqs,
-        slot_rank=rank,
-        # only an NVFP4 base has linears that fit the native kernels
-        dequantises=engine.dequantises and itemsize == 2 and shape.fitting_bytes > 0,
-    )
-    speculates = {"speculates": engine.speculates, "length": run.max_model_len}
-    state = parts.engine_state(shape, num_seqs=num_seqs, eager=engine.enforce_eager, **speculates)
+    base = parts.engine_base(shape, run, engine) - shared_base(shape, run)
+    state = parts.engine_state(shape, engine, length=run.max_model_len)
+    workspace = parts.expert_workspace(shape, itemsize, batched_tokens=engine.batched_tokens)
     checked = parts.forward_only(shape, run.checked_tokens, run.itemsize)
-    slots = parts.adapter_slots(
-        shape, itemsize, rank=run.rank, targets=run.targets, expert_rank=run.rank_of_experts(shape)
-    )
-    base = parts.engine_base(shape, run.itemsize, itemsize, shared_embeddings=run.shared_embeddings)
-    common = shared_base(shape, run)
     token = parts.kv_token_bytes(shape, itemsize, engine.kv_cache_dtype)
     # if the cache has no size yet, as many tokens as its sequences can have
-    cached = engine.kv_cache_bytes // token or num_seqs * run.max_model_len
+    cached = engine.kv_cache_bytes // token or engine.max_num_seqs * run.max_model_len
     return {
-        "engine's base": _at(base - common, *weights),
-        "engine's adapter": _at(slots, *weights),
+        "engine's base": _at(base, *weights),
+        "engine's adapter": _at(parts.adapter_slots(shape, run, engine), *weights),
         "KV cache": _at(engine.kv_cache_bytes, *awake),
         "engine's state, CUDA graphs": _at(state, *MOMENTS),
         "engine's routes": _at(run.router_replay * parts.recorded_routes(shape, cached), *MOMENTS),
-        "experts' workspace": _at(parts.expert_workspace(shape, itemsize, batched_tokens=batched_tokens), *MOMENTS),
+        "experts' workspace": _at(workspace, *MOMENTS),
         "engine's passes": {"start": largest, "rollout": max(largest, checked)},
     }
 
@@ -210,12 +187,7 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
     tokens = min(tokens, run.rows * run.longest_row)
     how = run.recompute(shape.num_layers)
     assert how is not None, "choose gradient_checkpointing first"
-    fused = run.fused and shape.fusable
-    ranks = {"rank": run.rank, "expert_rank": run.rank_of_experts(shape)}
-    head, block = parts.blocks_kept(
-        shape, tokens, run.itemsize, **ranks, targets=run.targets, how=how, fused=fused, dropout=run.dropout
-    )
-    options = {"expert_rank": ranks["expert_rank"], "fused": fused, "longest_row": run.longest_row}
+    head, block = parts.blocks_kept(shape, run, tokens, how=how)
     routes = run.router_replay * parts.routes(shape, run.rows * run.longest_row, tokens)
     return {
         "routes": _at(routes, "teacher", *TRAINING),
@@ -223,6 +195,6 @@ def _passes(shape: ModelShape, run: RunMemory, tokens: int) -> dict[str, dict[st
         "blocks for backward": {"head": head, "block": block},
         "backward": {
             "head": parts.head_backward(shape, tokens, run.itemsize),
-            "block": parts.block_backward(shape, tokens, run.itemsize, **options),
+            "block": parts.block_backward(shape, run, tokens),
         },
     }

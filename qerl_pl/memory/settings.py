@@ -53,6 +53,11 @@ class EngineMemory:
     speculates: bool = False
     """Whether decoding steps verify drafted tokens, in the numbers that ``DRAFTS_BY_SEQUENCES`` gives."""
 
+    @property
+    def batched_tokens(self) -> int:
+        """Limit on the tokens of one forward pass."""
+        return self.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+
     def itemsize(self, policy_itemsize: int) -> int:
         """Return the bytes per value of the engine's compute dtype."""
         return policy_itemsize if self.dtype == "auto" else getattr(torch, self.dtype).itemsize

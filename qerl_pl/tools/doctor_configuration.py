@@ -25,7 +25,7 @@ from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.run_folder import check_places, is_running
 from qerl_pl.common.types import Completion, Problem, Prompt
 from qerl_pl.memory.fitting import fitted, usable
-from qerl_pl.memory.plan import adapter_values
+from qerl_pl.memory.parts import adapter_values
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.rewards.base import WeightedReward, check_answers, score_rewards
 from qerl_pl.settings.model import ModuleSettings

@@ -35,7 +35,7 @@ from qerl_pl.policy.recompute import ladder
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, RANK
-from tests.random_models import MIXTURES, densify, model_config, random_model
+from tests.random_models import MIXTURES, densify, model_config, random_model, run_of
 
 DTYPE = torch.bfloat16
 Build = Callable[[PretrainedConfig], Policy]
@@ -200,11 +200,12 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 print(f"{name}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
                 continue
             exact = exact or (logprobs, gradient)  # of the first: plain, with every block recomputed
-            options = {"rank": RANK, "targets": FAMILIES[config.model_type].targets(PROJECTIONS), "fused": fused}
+            targets = FAMILIES[config.model_type].targets(PROJECTIONS)
+            run = run_of(DTYPE.itemsize, rank=RANK, targets=targets, fused=fused)
             predicted = (
                 parts.checkpoints(shape, tokens, DTYPE.itemsize, how=how)
-                + max(parts.blocks_kept(shape, tokens, DTYPE.itemsize, how=how, **options))
-                + parts.block_backward(shape, tokens, DTYPE.itemsize, fused=fused)
+                + max(parts.blocks_kept(shape, run, tokens, how=how))
+                + parts.block_backward(shape, run, tokens)
             )
             harness.emit(
                 name,

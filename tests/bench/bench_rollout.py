@@ -38,7 +38,7 @@ from tests.bench import harness
 from tests.bench.harness import CUDA, DEVICE, DTYPE, FORMATS, RANK
 from tests.bench.together import is_together, turn
 from tests.random_checkpoints import written_apart
-from tests.random_models import MODELS, model_config
+from tests.random_models import MODELS, model_config, run_of
 
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if CUDA else (16, 16)
 DISK_LIMIT, DUMMY = 40e9, "-dummy"  # bytes; for a larger checkpoint, vLLM draws random weights itself
@@ -163,7 +163,8 @@ def step_bytes(args: argparse.Namespace, size: str, base: str, count: int, *, ad
     head = shape.vocabulary * shape.hidden * DTYPE.itemsize
     cached = (PROMPT_TOKENS + NEW_TOKENS / 2) * kv_token_bytes(shape, DTYPE.itemsize, args.kv_cache_dtype)
     targets = FAMILIES[config.model_type].targets(PROJECTIONS)
-    values = adapter_values(shape, rank=args.rank, targets=targets, train_norms=False) if adapter else 0
+    run = run_of(DTYPE.itemsize, rank=args.rank, targets=targets, expert_rank=0)
+    values = adapter_values(shape, run) if adapter else 0
     experts = shape.experts
     idle = experts.num * (1 - experts.chosen / experts.num) ** count if experts.num else 0
     unread = (

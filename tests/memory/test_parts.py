@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PretrainedConfig
 
 from qerl_pl.memory import parts
-from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, EngineMemory
 from qerl_pl.memory.shape import checkpoint_shape, config_shape
 from qerl_pl.model.family import with_merged
 from qerl_pl.policy.delta_net import _scan
@@ -28,7 +29,7 @@ from qerl_pl.quant.loading import load_base
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.bench.harness import RANK
 from tests.memory.conftest import LiveBytes, policy_of, recurrent_config, sigmoid_config, small_config
-from tests.random_models import model_config
+from tests.random_models import model_config, run_of
 from tests.reference.elementwise import REFERENCE
 
 MEASURED = Path(__file__).parents[2] / "docs" / "results" / "model.jsonl"
@@ -95,11 +96,8 @@ def test_a_block_keeps_what_the_formulas_list(family, targets, dtype, fused, how
 
     kept = kept_per_block(config_of, dtype, how, alive=how.selective, fused=fused, targets=targets, dropout=dropout)
     shape = config_shape(small_config(family), None, dtype)
-    options: dict[str, Any] = {"targets": targets, "fused": fused, "dropout": dropout > 0}
-    if how.selective:
-        predicted = parts.block_kept_selectively(shape, TOKENS, dtype.itemsize, **options)
-    else:
-        predicted = parts.block_kept(shape, TOKENS, dtype.itemsize, rank=8, **options)
+    run = run_of(dtype.itemsize, rank=8, targets=targets, fused=fused, dropout=dropout > 0)
+    predicted = (parts.block_kept_selectively if how.selective else parts.block_kept)(shape, run, TOKENS)
     # Attention on a CPU pads, so its output exists padded and unpadded, and inputs that are kept exist twice.
     padding = 0 if dropout and not how.selective else shape.query_width
     if how.selective and not dropout:
@@ -125,14 +123,15 @@ def test_the_peak_of_a_pass_is_what_the_formulas_add_up_to(how, dropout):
     with LiveBytes() as count:
         policy.token_stats(tokens, mask, temperature=1.0).logprobs.sum().backward()
     shape = config_shape(config, None, torch.float32)
-    _, blocks = parts.blocks_kept(shape, TOKENS, 4, rank=8, targets=PROJECTIONS, how=how, dropout=dropout > 0)
+    run = run_of(4, rank=8, dropout=dropout > 0)
+    _, blocks = parts.blocks_kept(shape, run, TOKENS, how=how)
     kept_twice = shape.num_layers - how.blocks if how.selective else 0
     # Attention on a CPU pads its output, which then exists padded and unpadded. Without dropout, this holds for each
     # block that is not recomputed or, if all are recomputed, for the block whose backward runs.
     outputs_twice = kept_twice if dropout else max(1, shape.num_layers - how.blocks)
     values_twice = 0 if dropout else kept_twice
     padding = 4 * TOKENS * (outputs_twice * shape.query_width + values_twice * shape.key_width)
-    predicted = parts.checkpoints(shape, TOKENS, 4, how=how) + blocks + parts.block_backward(shape, TOKENS, 4)
+    predicted = parts.checkpoints(shape, TOKENS, 4, how=how) + blocks + parts.block_backward(shape, run, TOKENS)
     assert count.peak == pytest.approx(predicted + padding, rel=0.05)
 
 
@@ -146,11 +145,8 @@ def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how, dropout, ex
     config_of = partial(recurrent_config, experts=experts)
     kept = kept_per_block(config_of, torch.bfloat16, how, alive=True, dropout=dropout)
     shape, targets = config_shape(config_of(3), None, torch.bfloat16), with_merged(PROJECTIONS)
-    options: dict[str, Any] = {"targets": targets, "dropout": dropout > 0, "expert_rank": 4 * experts}
-    if how.selective:
-        predicted = parts.block_kept_selectively(shape, TOKENS, 2, **options)
-    else:
-        predicted = parts.block_kept(shape, TOKENS, 2, rank=8, **options)
+    run = run_of(2, rank=8, targets=targets, dropout=dropout > 0, expert_rank=4 * experts)
+    predicted = (parts.block_kept_selectively if how.selective else parts.block_kept)(shape, run, TOKENS)
     assert 0.93 * predicted < kept <= predicted
 
 
@@ -159,13 +155,13 @@ def test_a_recurrent_layer_keeps_no_more_than_the_formula_lists(how, dropout, ex
 def test_a_mixture_with_shared_experts_keeps_no_more_than_the_formula_lists(how, dtype):
     kept = kept_per_block(sigmoid_config, dtype, how, alive=True)
     shape = config_shape(sigmoid_config(3), None, dtype)
-    options: dict[str, Any] = {"targets": PROJECTIONS, "expert_rank": 4}
+    run = run_of(dtype.itemsize, rank=8, expert_rank=4)
     if how.selective:
-        predicted = parts.block_kept_selectively(shape, TOKENS, dtype.itemsize, **options)
+        predicted = parts.block_kept_selectively(shape, run, TOKENS)
         # Attention on a CPU pads, so its output and the values exist padded and unpadded.
         predicted += TOKENS * (shape.query_width + shape.key_width) * dtype.itemsize
     else:
-        predicted = parts.block_kept(shape, TOKENS, dtype.itemsize, rank=8, **options)
+        predicted = parts.block_kept(shape, run, TOKENS)
     assert 0.9 * predicted < kept <= predicted
 
 
@@ -197,10 +193,11 @@ def test_a_pass_takes_what_was_measured_on_a_gpu(line: dict[str, Any]):
     shape = config_shape(model_config(line["shape"]["model"]), NVFP4, torch.bfloat16)
     tokens, (*_, blocks, offload) = line["shape"]["tokens"], ladder(shape.num_layers)
     how = offload if line["name"].endswith("offload") else blocks
-    _, kept = parts.blocks_kept(shape, tokens, 2, rank=RANK, targets=PROJECTIONS, how=how)
-    predicted = parts.checkpoints(shape, tokens, 2, how=how) + kept + parts.block_backward(shape, tokens, 2)
+    run = run_of(2, rank=RANK)
+    _, kept = parts.blocks_kept(shape, run, tokens, how=how)
+    predicted = parts.checkpoints(shape, tokens, 2, how=how) + kept + parts.block_backward(shape, run, tokens)
     assert predicted == pytest.approx(line["peak_bytes"], rel=0.02)
-    adapter = 4 * parts.adapter_values(shape, rank=RANK, targets=PROJECTIONS, train_norms=False)
+    adapter = 4 * parts.adapter_values(shape, run)
     assert shape.base_bytes + adapter == pytest.approx(line["resident_bytes"], rel=0.03)
 
 
@@ -219,8 +216,8 @@ def test_an_adapter_has_the_values_that_the_formula_counts(family):
     policy = policy_of(config, torch.float32)
     shape = config_shape(config, None, torch.float32)
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    assert parts.adapter_values(shape, rank=8, targets=PROJECTIONS, train_norms=False) == trained
-    norms = parts.adapter_values(shape, rank=8, targets=PROJECTIONS, train_norms=True) - trained
+    assert parts.adapter_values(shape, run_of(4, rank=8)) == trained
+    norms = parts.adapter_values(shape, run_of(4, rank=8, train_norms=True)) - trained
     assert norms == 2 * config.hidden_size * config.num_hidden_layers
 
 
@@ -228,7 +225,7 @@ def test_an_adapter_of_blocks_that_differ_has_the_values_that_the_formula_counts
     config = recurrent_config(3)
     trained = sum(value.numel() for value in policy_of(config, torch.float32).adapter_state().values())
     shape, targets = config_shape(config, None, torch.float32), with_merged(PROJECTIONS)
-    assert parts.adapter_values(shape, rank=8, targets=targets, train_norms=False) == trained
+    assert parts.adapter_values(shape, run_of(4, rank=8, targets=targets)) == trained
 
 
 def test_slots_have_the_ranks_that_vllm_accepts():
@@ -241,8 +238,8 @@ def test_slots_have_the_ranks_that_vllm_accepts():
 def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_sequences():
     shape = config_shape(model_config("7B"), NVFP4, torch.bfloat16)
     graphs = {
-        count: parts.engine_state(shape, num_seqs=count, eager=False)
-        - parts.engine_state(shape, num_seqs=count, eager=True)
+        count: parts.engine_state(shape, EngineMemory(max_num_seqs=count), length=0)
+        - parts.engine_state(shape, EngineMemory(max_num_seqs=count, enforce_eager=True), length=0)
         for count in (1, 8, 64, 256)
     }
     assert graphs[8] - graphs[1] == 7 * 2 * 4 * shape.vocabulary
@@ -257,10 +254,10 @@ def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, row
     shape, length = config_shape(model_config("7B"), NVFP4, torch.bfloat16), 300
     steps = {n: next((drafts for most, drafts in DRAFTS_BY_SEQUENCES if n <= most), 0) for n in range(1, sequences + 1)}
     assert rows == min(64, max(n * (1 + drafts) for n, drafts in steps.items()))
-    sizes: dict[bool, int] = {}
+    sizes, engine = dict[bool, int](), EngineMemory(max_num_seqs=sequences)
     for eager in (False, True):
         off, on = (
-            parts.engine_state(shape, num_seqs=sequences, eager=eager, speculates=speculates, length=length)
+            parts.engine_state(shape, replace(engine, enforce_eager=eager, speculates=speculates), length=length)
             for speculates in (False, True)
         )
         sizes[eager] = on - off

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from qerl_pl.memory.plan import adapter_values
+from qerl_pl.memory.parts import adapter_values
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.model.family import MLP, PROJECTIONS

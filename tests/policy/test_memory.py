@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from qerl_pl.memory import parts
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.policy.elementwise import PACKAGE
-from qerl_pl.policy.lora import PROJECTIONS, LoraSettings
+from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import Policy, make_policy
 from qerl_pl.policy.recompute import ladder
 from qerl_pl.quant.nvfp4 import NVFP4
 from tests.packed import frozen_linear, quantize_nvfp4
+from tests.random_models import run_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,12 +96,12 @@ def test_the_peak_of_a_step_is_what_the_plan_says(how, fused):
         pytest.importorskip(PACKAGE)
     policy = make(packed=True, gradient_checkpointing=how.setting(LAYERS), fused_elementwise=fused)
     peak, _ = step(policy)
-    shape, options = config_shape(policy.config, NVFP4, torch.bfloat16), {"rank": 32, "targets": PROJECTIONS}
+    shape, run = config_shape(policy.config, NVFP4, torch.bfloat16), run_of(2, rank=32, fused=fused)
     tokens = TOKENS - 2  # a row's last token predicts nothing
     predicted = (
         parts.checkpoints(shape, tokens, 2, how=how)
-        + parts.blocks_kept(shape, tokens, 2, how=how, fused=fused, **options)[1]
-        + parts.block_backward(shape, tokens, 2, fused=fused)
+        + parts.blocks_kept(shape, run, tokens, how=how)[1]
+        + parts.block_backward(shape, run, tokens)
     )
     assert 0.95 * predicted - SLACK <= peak <= 1.05 * predicted + adapter_bytes(policy) + SLACK
 

@@ -17,6 +17,7 @@ from callbacks.canary import describe_fault, dtype_held
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
 from qerl_pl.memory.parts import adapter_slots, recorded_routes
+from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.memory.shape import config_shape
 from qerl_pl.model.layers import num_recurrent_layers
 from qerl_pl.noise.norm_noise import NormNoise
@@ -28,6 +29,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.training.routing import MOST_OTHERS
 from tests.combinations import first_of
 from tests.families import MIXTURES, tiny_config
+from tests.random_models import run_of
 from tests.rollout.conftest import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -237,8 +239,8 @@ def test_the_plan_counts_the_bytes_of_the_slots_of_experts(setup):
     stacks = [*module.w13_lora_a_stacked, *module.w13_lora_b_stacked, *module.w2_lora_a_stacked]
     held = sum(stack.nbytes for stack in (*stacks, *module.w2_lora_b_stacked))
     shape = config_shape(setup.policy.config, NVFP4, torch.float32)
-    sizes = {"rank": LORA.rank, "targets": LORA.targets}
-    with_experts, without = (adapter_slots(shape, 4, **sizes, expert_rank=rank) for rank in (3, 0))
+    runs = (run_of(4, rank=LORA.rank, targets=LORA.targets, expert_rank=rank) for rank in (3, 0))
+    with_experts, without = (adapter_slots(shape, run, EngineMemory()) for run in runs)
     assert with_experts - without == held * shape.experts.layers
 
 
