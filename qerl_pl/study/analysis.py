@@ -172,7 +172,7 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
     """Format the analysis of a study as Markdown. ``collapsed`` has the lines about runs with readouts that are not
     finite."""
     runs, metric = study.runs(), study.analysis.metric
-    left = {run.name: state.failure(run) for run in runs if not state.is_finished(study, run)}
+    left = {run.name: state.state_of(run.folder).failure for run in runs if not state.is_finished(study, run)}
     lines = [
         "# " + study.output.name,
         "",
@@ -198,7 +198,7 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
 
 def _times(runs: Sequence[Run]) -> str:
     """Return a sentence on the duration of the finished runs, in total, for each command, and in the median."""
-    done = [state.seconds_done(run) for run in runs]
+    done = [state.state_of(run.folder).done for run in runs]
     names = dict.fromkeys(name for seconds in done for name in seconds)
     hours = {name: sum(seconds.get(name, 0.0) for seconds in done) / 3600 for name in names}
     parts = ", ".join(f"{name} {total:.2f}" for name, total in hours.items())

@@ -32,7 +32,7 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
         ("GPU memory, GiB", "memory/gpu_peak_bytes", lambda curve: max(curve.values) / 2**30),
     ]
     values = {name: summary(curves[tag]) for name, tag, summary in of_curves if tag in curves}
-    if (seconds := state.seconds_done(run).get(FIT)) is not None:
+    if (seconds := state.state_of(run.folder).done.get(FIT)) is not None:
         values["seconds of the run"] = seconds
     for name in study.evaluations:
         values |= {f"{name}: pass@{k}": share for k, share in pass_at_k(run, name).items()}

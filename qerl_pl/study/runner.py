@@ -109,7 +109,7 @@ class Runner:
         if slot.run is None:
             self._take(slot)
         if slot.run is not None and slot.process is None:
-            done = state.seconds_done(slot.run)
+            done = state.state_of(slot.run.folder).done
             left = [command for command in commands_of(self.study, slot.run) if command.name not in done]
             if left:
                 self._start(slot, slot.run, left)
@@ -171,7 +171,7 @@ class Runner:
         if status == 0:
             slot.attempts = 0
             return
-        done, spent = state.seconds_done(run), state.seconds_spent(run)
+        done, spent, _ = state.state_of(run.folder)
         name = next((name for name in slot.commands if name not in done), slot.commands[-1])
         if name != slot.commands[0]:
             slot.attempts = 1  # commands before it succeeded, so this was its first start
@@ -234,7 +234,7 @@ class Runner:
         """Estimate the remaining time of the study from the mean duration of finished runs; the empty string if there
         is none."""
         runs = self.study.runs()
-        seconds = [sum(state.seconds_done(run).values()) for run in runs if state.is_finished(self.study, run)]
+        seconds = [sum(state.state_of(run.folder).done.values()) for run in runs if state.is_finished(self.study, run)]
         running = [time.monotonic() - slot.started for slot in self.slots if slot.process is not None]
         unfinished = len(self.waiting) + len(running)
         if not seconds or not unfinished:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from qerl_pl.cli.yaml_files import KEYS, fault_in_files, mapping_in
 from qerl_pl.study.runner import Runner, slots_for
-from qerl_pl.study.state import check_unchanged, failure, is_finished
+from qerl_pl.study.state import check_unchanged, is_finished, state_of
 from qerl_pl.study.study_file import Study, commands_of, read_study
 from qerl_pl.tools.options import study_options
 
@@ -86,6 +86,6 @@ def _run(study: Study, options: argparse.Namespace) -> int:
         return stopped
     failed = [run for run in runs if not is_finished(study, run)]
     for run in failed:
-        print(f"failed: {run.name}: {failure(run)}")
+        print(f"failed: {run.name}: {state_of(run.folder).failure}")
     print(f"{len(runs) - len(failed)} of {len(runs)} runs are finished")
     return 1 if failed else 0

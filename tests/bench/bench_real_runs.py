@@ -175,7 +175,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
     if (before := last_line(args.output, f"real_runs/{name}", shape)) and before["finished"]:
         return
     log = state.log_of(run.folder, FIT).read_text(encoding="utf-8", errors="replace")
-    done, spent = state.seconds_done(run), state.seconds_spent(run)
+    done, spent, _ = state.state_of(run.folder)
     files = sorted((run.folder / "completions").glob("validate-*.jsonl"))
     steps_done = len(curve(curves, "time/step_s"))
     emit(
@@ -189,7 +189,7 @@ def report(study: Study, run: Run, args: argparse.Namespace) -> None:
         steps=steps_done,
         curves={key: values for key, tag in CURVES.items() if (values := curve(curves, tag))},
         validations=[validation(file, verdicts=file in (files[0], files[-1])) for file in files],
-        alarm=alarm_of(log) or state.failure(run),
+        alarm=alarm_of(log) or state.state_of(run.folder).failure,
         warnings=[line.strip() for line in log.splitlines() if re.search(WARNINGS, line)],
         run_s=done.get(FIT) or spent.get(FIT) or seconds_logged(curves),
         start_s=curve(curves, START),
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     status = 0 if args.read else command(["study", str(file), *limit])
     study = read_study(file)
     for run in study.runs():
-        finished = FIT in state.seconds_done(run) or state.failure(run) is not None
+        finished = FIT in state.state_of(run.folder).done or state.state_of(run.folder).failure is not None
         started = (run.folder / "config.yaml").exists() and list(run.folder.glob("events.out.tfevents.*"))
         if started and (finished or args.partial):
             report(study, run, args)

@@ -100,7 +100,7 @@ def test_all_runs_and_their_evaluations_finish_and_are_not_run_again(tmp_path, c
     assert "1 finished, 1 running, 0 waiting, 0 failed, about 0 min left" in printed
     for run in study.runs():
         assert state.is_finished(study, run)
-        assert set(state.seconds_done(run)) == {"fit", "reach"}
+        assert set(state.state_of(run.folder).done) == {"fit", "reach"}
         assert starts(run.folder) == starts(run.folder / "evaluations" / "reach") == 1
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert not work(study).failed
@@ -135,14 +135,14 @@ def test_a_run_that_fails_is_tried_again_then_reported_and_the_others_go_on(tmp_
     assert state.is_finished(study, once)
     assert state.is_finished(study, good)
     assert (starts(fails.folder), starts(once.folder), starts(good.folder)) == (2, 2, 1)
-    assert "it broke" in str(state.failure(fails))
+    assert "it broke" in str(state.state_of(fails.folder).failure)
     assert "fails/seed-0 FAILED: fit ended with status 1 (2 starts)" in capsys.readouterr().out
     for folder in (fails.folder, fails.folder / "evaluations" / "reach"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "mended").touch()
     work(study)
     assert starts(fails.folder) == 3, "given again, it goes on from its checkpoint"
-    assert state.failure(fails) is None
+    assert state.state_of(fails.folder).failure is None
 
 
 @pytest.mark.parametrize("name", ["fit", "reach"])
@@ -155,11 +155,11 @@ def test_when_the_time_is_up_runs_stop_at_a_checkpoint_and_go_on_later(tmp_path,
     assert runner.work() == TIME_IS_UP
     assert "stopped (the time is up)" in capsys.readouterr().out
     assert 1 <= len((folder / "steps").read_text()) < 5
-    assert state.seconds_spent(first)[name] > 0
-    assert state.failure(first) is None, "being stopped is no failure"
+    assert state.state_of(first.folder).spent[name] > 0
+    assert state.state_of(first.folder).failure is None, "being stopped is no failure"
     assert not work(study).failed
     assert starts(folder) == 2
-    assert state.seconds_done(first)[name] > 0.5, "the time of both starts"
+    assert state.state_of(first.folder).done[name] > 0.5, "the time of both starts"
 
 
 def test_a_signal_stops_the_runs_too(tmp_path):
@@ -231,5 +231,5 @@ def test_a_run_that_reads_another_runs_files_begins_when_that_is_finished(tmp_pa
 def test_a_run_whose_predecessor_failed_is_given_up_with_that_reason(tmp_path):
     study = replace(study_of(tmp_path, "fails", "good", seeds=1), after={"good": "fails"})
     assert [run.arm for run in work(study, jobs=2).failed] == ["fails", "good"]
-    assert state.failure(study.runs()[1]) == "fails/seed-0 failed, whose files it needs"
+    assert state.state_of(study.runs()[1].folder).failure == "fails/seed-0 failed, whose files it needs"
     assert not (study.runs()[1].folder / "starts").exists()

@@ -7,7 +7,7 @@ import yaml
 
 import train
 from qerl_pl.__main__ import main as command
-from qerl_pl.study.state import seconds_done, succeeded, write_files
+from qerl_pl.study.state import state_of, succeeded, write_files
 from qerl_pl.study.study_file import Study, commands_of, files_of, read_study
 from tests.program import ROOT
 
@@ -205,7 +205,7 @@ def test_what_is_null_has_its_default_and_a_damaged_state_is_named(tmp_path):
     for text in ("{", "[]"):
         (run.folder / "study.json").write_text(text)
         with pytest.raises(ValueError, match=r"study\.json .*remove it"):
-            seconds_done(run)
+            state_of(run.folder)
 
 
 @pytest.mark.parametrize(
