@@ -1,7 +1,7 @@
 """Print, at the end of training, how many groups (the completions of one prompt) had different rewards, and which
 scores each reward gave."""
 
-from dataclasses import dataclass
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -12,33 +12,17 @@ from typing_extensions import override
 from qerl_pl.module import QeRLModule
 
 
-@dataclass
-class Scores:
-    """Number, sum, minimum and maximum of a reward's scores, and the number of completions that it did not score."""
-
-    number: int = 0
-    total: float = 0.0
-    lowest: float = float("inf")
-    highest: float = float("-inf")
-    unscored: int = 0
-
-    def add(self, scores: Tensor) -> None:
-        """Count further scores; ``scores`` is [B] fp32, NaN for unscored completions."""
-        known = scores[~scores.isnan()].double()
-        self.unscored += len(scores) - len(known)
-        if len(known):
-            self.number += len(known)
-            self.total += known.sum().item()
-            self.lowest = min(self.lowest, known.min().item())
-            self.highest = max(self.highest, known.max().item())
-
-    def __str__(self) -> str:
-        unscored = f", {self.unscored} unscored" if self.unscored else ""
-        if not self.number:
-            return f"scored none of {self.unscored}"
-        if self.lowest == self.highest:
-            return f"{self.lowest:.4g} for each of {self.number}{unscored}"
-        return f"{self.total / self.number:.4g} on average ({self.lowest:.4g} to {self.highest:.4g}){unscored}"
+def score_words(scores: Tensor) -> str:
+    """Describe the scores of a reward, [N] fp32 with NaN for unscored completions, by mean, minimum and maximum."""
+    known = scores[~scores.isnan()].double()
+    unscored = len(scores) - len(known)
+    if not len(known):
+        return f"scored none of {unscored}"
+    others = f", {unscored} unscored" if unscored else ""
+    lowest, highest = known.min().item(), known.max().item()
+    if lowest == highest:
+        return f"{lowest:.4g} for each of {len(known)}{others}"
+    return f"{known.mean().item():.4g} on average ({lowest:.4g} to {highest:.4g}){others}"
 
 
 def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
@@ -71,7 +55,7 @@ class SignalReport(Callback):
 
     def __init__(self) -> None:
         self._groups = self._with_signal = self._rows = self._unscored = self._cut_off = 0
-        self._scores: dict[str, Scores] = {}
+        self._scores: dict[str, list[Tensor]] = defaultdict(list)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
@@ -83,7 +67,7 @@ class SignalReport(Callback):
         self._unscored += int(torch.count_nonzero(~scored))
         self._cut_off += int(torch.count_nonzero(scored & ~in_loss))
         for name, scores in batch.table.components.items():
-            self._scores.setdefault(name, Scores()).add(scores)
+            self._scores[name].append(scores)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -92,4 +76,5 @@ class SignalReport(Callback):
         elif trainer.is_global_zero and self._groups:
             counts = {"rows": self._rows, "unscored": self._unscored, "cut_off": self._cut_off}
             print(signal_words(self._with_signal, self._groups, **counts))
-            print(f"rewards: {'; '.join(f'{name} {scores}' for name, scores in self._scores.items())}", flush=True)
+            words = (f"{name} {score_words(torch.cat(scores))}" for name, scores in self._scores.items())
+            print(f"rewards: {'; '.join(words)}", flush=True)
