@@ -56,7 +56,7 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     chosen = min(fitting, key=lambda option: option.time, default=offered[-1])
     why = chosen.why(offered[0], gpu_bytes) if run.recompute(shape.num_layers) is None else ""
     if why:
-        run = replace(run, gradient_checkpointing=chosen.how.setting(shape.num_layers))
+        run = replace(run, gradient_checkpointing=chosen.setting)
     run = replace(run, micro_batch_tokens=chosen.tokens)
     engine = run.engine
     if engine is not None and engine.kv_cache_bytes is None:
@@ -72,7 +72,6 @@ class Option(NamedTuple):
     """A level of gradient checkpointing that the memory plan may choose, with the largest micro-batch with which the
     run fits the GPU or, if it fits with none, the smallest micro-batch."""
 
-    how: Recompute
     setting: Setting
     tokens: int
     train: int
@@ -109,14 +108,8 @@ def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> 
         tried = replace(run, engine=engine, gradient_checkpointing=setting)
         tokens = run.micro_batch_tokens or _micro_batch(shape, tried, gpu_bytes)
         train = plan(shape, replace(tried, micro_batch_tokens=tokens)).train
-        time = time_per_token(
-            how,
-            shape.num_layers,
-            min(tokens, run.rows * run.longest_row),
-            fused=run.fused and shape.fusable,
-            dropout=run.dropout,
-        )
-        options.append(Option(how, setting, tokens, train, time))
+        time = time_per_token(shape, run, how, min(tokens, run.rows * run.longest_row))
+        options.append(Option(setting, tokens, train, time))
     return options
 
 
@@ -174,17 +167,16 @@ def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     return choices[max(0, number - 1)]
 
 
-def time_per_token(
-    how: Recompute, num_layers: int, tokens: int, *, fused: bool = False, dropout: bool = False
-) -> float:
-    """Predict the time per token of a training pass of ``tokens`` tokens. The unit is the time per token of an
-    infinitely long pass without gradient checkpointing, in which the fixed overhead of a pass does not count."""
+def time_per_token(shape: ModelShape, run: RunMemory, how: Recompute, tokens: int) -> float:
+    """Predict the time per token of a training pass of ``tokens`` tokens at a level of gradient checkpointing. The unit
+    is the time per token of an infinitely long pass without gradient checkpointing, in which the fixed overhead of a
+    pass does not count."""
     time = 1 + OVERHEAD / tokens
     if not how.selective:
         return time
-    whole = how.blocks / num_layers
-    all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if fused else (WHOLE, SELECTIVE)
+    whole = how.blocks / shape.num_layers
+    all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if run.fused and shape.fusable else (WHOLE, SELECTIVE)
     # With LoRA dropout, a block that recomputes selectively repeats all of its forward pass except attention. It counts
     # as recomputed completely, which is a little too much; times with dropout were not measured.
-    extra = whole * all_blocks + (1 - whole) * (all_blocks if dropout else selective)
+    extra = whole * all_blocks + (1 - whole) * (all_blocks if run.dropout else selective)
     return time * (1 + extra) * (1 + OFFLOAD if how.offload else 1)

@@ -216,7 +216,7 @@ def run_rungs(size: str, tokens: int, repeats: int, only: list[str]) -> None:
                 peak_bytes=peak,
                 predicted_bytes=predicted,
                 peak_error=predicted / peak - 1 if peak else None,
-                predicted_time=time_per_token(how, config.num_hidden_layers, tokens, fused=fused),
+                predicted_time=time_per_token(shape, run, how, tokens),
                 resident_bytes=held,
                 logprob_error=harness.relative_error(logprobs, exact[0]),
                 gradient_error=harness.relative_error(gradient, exact[1]),

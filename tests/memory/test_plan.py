@@ -3,6 +3,7 @@ fit."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -280,7 +281,7 @@ AUTO = replace(PAPER, gradient_checkpointing="auto")
 def test_every_rung_takes_less_memory_and_more_time_than_the_one_before(size, tokens):
     shape, run = SHAPES[size], replace(AUTO, micro_batch_tokens=tokens, engine=EngineMemory(sleep_level=1))
     offered = checkpointing_options(shape, run, 80 * GIB)
-    assert [option.how for option in offered] == list(ladder(shape.num_layers))
+    assert [option.setting for option in offered] == [how.setting(shape.num_layers) for how in ladder(shape.num_layers)]
     for more, less in pairwise(offered):
         assert more.train >= less.train, less.setting
         assert more.time < less.time, less.setting
@@ -339,10 +340,11 @@ def test_times_are_those_that_were_measured():
         16384: (10934, 14491),
     }
     kept, recomputed = Recompute(), Recompute(selective=True, blocks=28)
-    unit = 14491 * time_per_token(kept, 28, 16384)
+    time = partial(time_per_token, SHAPES["7B"], PAPER)
+    unit = 14491 * time(kept, 16384)
     for tokens, speeds in measured.items():
         for how, speed in zip((recomputed, kept), speeds, strict=True):
-            assert unit / time_per_token(how, 28, tokens) == pytest.approx(speed, rel=0.012)
+            assert unit / time(how, tokens) == pytest.approx(speed, rel=0.012)
 
 
 def test_a_card_that_holds_no_base_cannot_be_helped():
