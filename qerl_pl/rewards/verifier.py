@@ -159,7 +159,6 @@ class _Worker:
         self.failure: Verdict | None = None
         self.limit = START_LIMIT
         self.deadline = time.monotonic() + START_LIMIT
-        self._received = b""
 
     def send(self, row: int, gold: str, answer: str | None, limit: float) -> None:
         self.row, self.limit = row, limit
@@ -176,21 +175,14 @@ class _Worker:
             self.stop()
             self.failure = late
             return None
-        chunk = os.read(self.stdout.fileno(), 65536)
-        if not chunk:
+        line = self.stdout.readline()  # the process writes one line for each row, so nothing else is buffered
+        if not line.endswith(b"\n"):
             status = self.stop(patience=1.0)  # its output is closed, so the process is ending
             died = Verdict(None, f"its process died twice (exit status {status})", "crash")
             self.failure = late if status == -signal.SIGPROF else died
             return None
-        line, newline, self._received = (self._received + chunk).partition(b"\n")
-        if not newline:
-            self._received = line
-            return None
-        if not self.ready:
-            self.ready, self.deadline = True, float("inf")
-            return None
-        self.deadline = float("inf")
-        return Verdict(*json.loads(line))
+        was_ready, self.ready, self.deadline = self.ready, True, float("inf")
+        return Verdict(*json.loads(line)) if was_ready else None  # the first line says that it has started
 
     def stop(self, patience: float = 0.0) -> int:
         """Wait up to ``patience`` seconds for the process to end, then kill it; returns its exit status, which is -N if
