@@ -120,7 +120,7 @@ def test_every_setting_of_a_class_that_yaml_can_name_is_read_somewhere():
     trees = {path: ast.parse(path.read_text()) for path in SOURCES}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    read |= {"clip_low", "clip_high", "max_ratio"}  # getattr(self, name) over a tuple of names
+    read |= {"clip_low", "clip_high", "max_ratio", "enable_prefix_caching"}  # getattr(self, name) over a tuple of names
     unread = []
     for kind in (node for path in NAMED for node in trees[path].body if isinstance(node, ast.ClassDef)):
         for init in (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"):
@@ -135,6 +135,10 @@ def test_every_setting_of_a_class_that_yaml_can_name_is_read_somewhere():
             for name in (parameter.arg for parameter in (*init.args.args[1:], *init.args.kwonlyargs)):
                 if name not in used or (name in kept and not kept[name] & read):
                     unread.append(f"{kind.name}.{name}")
+        if any("dataclass" in ast.unparse(decorator) for decorator in kind.decorator_list):
+            of_class = [node.target for node in kind.body if isinstance(node, ast.AnnAssign)]
+            names = (target.id for target in of_class if isinstance(target, ast.Name) and target.id != "_")
+            unread += [f"{kind.name}.{name}" for name in names if name not in read]
     assert unread == []
 
 
