@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +27,7 @@ from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
 from qerl_pl.model.files import read_json
 from qerl_pl.quant.families import check_family
+from qerl_pl.quant.output import new_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -124,31 +123,31 @@ def _dequantize(path: Path, output: Path) -> None:
             "are free; use the model's 16-bit checkpoint"
         )
     rank_zero_info(f"{path} is dequantised once, into {output}")
+    with new_folder(output) as folder:
+        try:
+            _convert(reader, path, folder)
+        except (ValueError, KeyError, NotImplementedError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(f"{folder}", "its model")
+            raise ValueError(f"model.base: {path}: {reason}") from error
+
+
+def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:
     where: dict[str, str] = {"pretrained_model_name_or_path": str(path.parent.absolute()), "gguf_file": path.name}
-    temporary = output.with_name(f"{output.name}.partial")  # ``made_once`` holds a lock
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        AutoConfig.from_pretrained(**where).save_pretrained(temporary)
-        check_family(temporary)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        # Without ``dequantize=True``, transformers from 5.18 on keeps the weights packed where it has a kernel for
-        # them; older releases always unpack.
-        config = getattr(transformers, "GgufConfig", None)
-        unpack = {} if config is None else {"quantization_config": config(dequantize=True)}
-        model = _unquantized(AutoModelForCausalLM.from_pretrained(**where, **unpack, dtype=torch.bfloat16))
-        known, fields = tokenizer.get_vocab(), reader.fields
-        named = [fields[key].contents() for key in END_KEYS if key in fields]
-        ends = sorted({*named, *(known[token] for token in ENDS if token in known)})
-        model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        write_whole(temporary / RECORD, json.dumps(_record(reader, path), indent=1) + "\n")
-        os.replace(temporary, output)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0].replace(f"{temporary}", "its model")
-        raise ValueError(f"model.base: {path}: {reason}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    AutoConfig.from_pretrained(**where).save_pretrained(folder)
+    check_family(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    # Without ``dequantize=True``, transformers from 5.18 on keeps the weights packed where it has a kernel for them;
+    # older releases always unpack.
+    config = getattr(transformers, "GgufConfig", None)
+    unpack = {} if config is None else {"quantization_config": config(dequantize=True)}
+    model = _unquantized(AutoModelForCausalLM.from_pretrained(**where, **unpack, dtype=torch.bfloat16))
+    known, fields = tokenizer.get_vocab(), reader.fields
+    named = [fields[key].contents() for key in END_KEYS if key in fields]
+    ends = sorted({*named, *(known[token] for token in ENDS if token in known)})
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_whole(folder / RECORD, json.dumps(_record(reader, path), indent=1) + "\n")
 
 
 def _check_contents(reader: GGUFReader, path: Path) -> None:

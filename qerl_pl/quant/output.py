@@ -1,11 +1,12 @@
-"""Write a checkpoint folder file by file. The folder gets its final name only when it is complete. If
-writing was interrupted, a new call with the same settings keeps the complete files and writes the others."""
+"""Write folders that get their final names only when they are complete: a checkpoint file by file, which a new call
+with the same settings goes on with after an interruption, and any other folder at once."""
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -86,6 +87,25 @@ class OutputFolder:
         _write_json(self.partial / CONFIG, config)
         (self.partial / _MANIFEST).unlink()
         os.replace(self.partial, self.output)
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Context manager in which the caller makes a folder that appears at the path ``output`` only when it is complete.
+    It yields a path in a scratch folder, at which the caller makes the folder; at the end, this folder is renamed to
+    ``output``. After an error, the scratch folder is removed. ValueError: ``output`` exists."""
+    if output.exists():
+        raise ValueError(f"{output} exists; give a folder that does not")
+    scratch = output.with_name(output.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a process that was killed
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch / "folder"
+        os.replace(scratch / "folder", output)
+    except SafetensorError as error:
+        raise OSError(f"could not write {output}: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

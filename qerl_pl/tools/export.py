@@ -22,7 +22,8 @@ from qerl_pl.model.quantization import quantization_of
 from qerl_pl.policy.lora import LoraSettings, peft_config
 from qerl_pl.policy.lora_experts import adapted, of_experts
 from qerl_pl.quant.loading import meta_model
-from qerl_pl.tools.merge import export_merged, new_folder
+from qerl_pl.quant.output import new_folder
+from qerl_pl.tools.merge import export_merged
 from qerl_pl.tools.model_card import model_card
 from qerl_pl.tools.options import export_options
 

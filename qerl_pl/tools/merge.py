@@ -2,17 +2,13 @@
 policy's."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -24,7 +20,7 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.experts import StackedLinear
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import load_base, tied_weights
-from qerl_pl.quant.output import carry
+from qerl_pl.quant.output import carry, new_folder
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.tools.chat import load_run
 from qerl_pl.tools.model_card import evidence
@@ -97,25 +93,6 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
         card = CARD.format(run=run.resolve().name, base=policy.base, form=form, drift=text, evidence=evidence(run))
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return drift
-
-
-@contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """Context manager in which the caller makes a folder that appears at the path ``output`` only when it is complete.
-    It yields a path in a scratch folder, at which the caller makes the folder; at the end, this folder is renamed to
-    ``output``. After an error, the scratch folder is removed. ValueError: ``output`` exists."""
-    if output.exists():
-        raise ValueError(f"{output} exists; give a folder that does not")
-    scratch = output.with_name(output.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)  # left by a process that was killed
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch / "folder"
-        os.replace(scratch / "folder", output)
-    except SafetensorError as error:
-        raise OSError(f"could not write {output}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
