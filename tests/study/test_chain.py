@@ -56,8 +56,8 @@ def kill_all(process: subprocess.Popen[bytes]) -> int:
 
 
 def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
-    """Run a command of the program until it ends. With ``killed_when``, the command is a study that trains two runs at
-    a time: as soon as ``killed_when`` returns True, the study and these two runs are killed."""
+    """Run a command of the program until it ends. With ``killed_when``, the command is a study that trains up to two
+    runs at a time: as soon as ``killed_when`` returns True, the study and these runs are killed."""
     process = subprocess.Popen([sys.executable, "-m", "qerl_pl", *arguments], start_new_session=True)
     try:
         if killed_when is None:
@@ -66,7 +66,7 @@ def run(*arguments: str, killed_when: Callable[[], bool] | None = None) -> None:
         while not killed_when():
             assert process.poll() is None, "it ended before it was killed"
             time.sleep(0.005)
-        assert kill_all(process) == 2
+        assert kill_all(process) in (1, 2)  # on a busy machine, the other run may have finished
     finally:
         if process.poll() is None:
             kill_all(process)
