@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from qerl_pl.base.gguf import described, gguf_folder, is_gguf
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.memory.shape import planned_shape
 from qerl_pl.model.quantization import Quantization
+from qerl_pl.quant.loading import load_base
 from tests.quant.conftest import make_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="python -m pip install 'qerl-pl[gguf]'")
@@ -34,12 +36,17 @@ def write_gguf(
     head: torch.Tensor | None = None,
     architecture: str = "qwen2",
     metadata: Mapping[str, str | int] = {},
+    split: str = "qwen2",
+    without: str = "",
+    tensors: Mapping[str, np.ndarray] = {},
 ) -> Path:
-    """Write a Qwen2 checkpoint as a GGUF file, with matrices in Q8_0 and everything else in fp32. Without ``head`` the
-    file has no output matrix, like files of models with tied embeddings. ``metadata`` adds to or replaces the file's
-    metadata."""
+    """Write a checkpoint as a GGUF file, with matrices in Q8_0 and everything else in fp32. Without ``head`` the file
+    has no output matrix, like files of models with tied embeddings. ``metadata`` adds to or replaces the file's
+    metadata, ``split`` names the rule by which text is split, ``tensors`` adds tensors, and ``without`` is the name of
+    a weight to leave out."""
     config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
+    kind = gguf.MODEL_ARCH[config["model_type"].upper()]
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {
         "block_count": config["num_hidden_layers"],
@@ -53,21 +60,25 @@ def write_gguf(
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     letters = [*(chr(code) for code in range(33, 127)), "\u0120", "\u010a"]
-    tokens = [*letters, "in", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokens = [*letters, "in", "\u0120\u0120", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     tokens += [f"[PAD{number}]" for number in range(config["vocab_size"] - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     special = [3 if token.startswith("<|") else 4 if token.startswith("[PAD") else 1 for token in tokens]
     writer.add_token_types(special)
-    writer.add_token_merges(["i n"])
+    writer.add_token_merges(["i n", "\u0120 \u0120"])
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_pad_token_id(tokens.index("<|endoftext|>"))
     writer.add_chat_template(TEMPLATE)
     for key, value in metadata.items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint16
         add(key, value)
     if head is not None:
         weights["lm_head.weight"] = head
+    weights.pop(without, None)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     for name, weight in weights.items():
         values, stem = weight.float().numpy(), name.rpartition(".")
         kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -103,13 +114,51 @@ def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(mo
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.decode(tokenizer("What is 17 in?").input_ids) == "What is 17 in?"
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == sorted(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    assert ends == sorted(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])), "</s> is an HTML tag here"
+    modes = {file.stat().st_mode for file in folder.iterdir()}
+    assert modes == {file.with_name("config.json").stat().st_mode for file in folder.iterdir()}, "others may read all"
     assert described(folder) == "weights of 8.66 bits on average (99% Q8_0, 1% F32), dequantised to bfloat16"
     written = folder.stat().st_mtime_ns
     moved = file.rename(tmp_path / "sha256-0")  # Ollama's files have no suffix
     assert gguf_folder(moved).name.rpartition("-")[2] == folder.name.rpartition("-")[2], "found by its content"
     assert is_gguf(moved)
     assert folder.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(("split", "tokens"), [("smollm", 2), ("gpt-2", 3)])
+def test_text_is_split_by_the_rule_that_the_file_names(make_checkpoint, tmp_path, monkeypatch, split, tokens):
+    monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
+    model = make_checkpoint("llama", tied=True, vocab_size=128)
+    file = write_gguf(model, tmp_path / "small.gguf", architecture="llama", split=split)
+    tokenizer = AutoTokenizer.from_pretrained(gguf_folder(file))
+    assert len(tokenizer("  3").input_ids) == tokens, "digits stand alone, so both spaces are one token"
+    assert tokenizer.decode(tokenizer("a  3 in").input_ids) == "a  3 in"
+
+
+def test_a_rule_of_splitting_that_is_unknown_is_named(model, tmp_path):
+    with pytest.warns(UserWarning, match="splits text by the rule 'other', which transformers does not know"):
+        gguf_folder(write_gguf(model, tmp_path / "small.gguf", split="other"))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "key", "value"),
+    [
+        ("phi3", {"sliding_window": 24}, "phi3.attention.sliding_window", 24),
+        ("phi3", {"sliding_window": None}, "phi3.attention.sliding_window", 0),
+        ("qwen3", {"head_dim": 24}, "qwen3.attention.key_length", 24),
+    ],
+)
+@torch.no_grad()
+def test_what_transformers_does_not_read_of_a_file_is_set(
+    make_checkpoint, tmp_path, monkeypatch, family, sizes, key, value
+):
+    monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
+    model = make_checkpoint(family, tied=True, vocab_size=128, **sizes)
+    file = write_gguf(model, tmp_path / "small.gguf", architecture=family, metadata={key: value})
+    read, original = (load_base(path, dtype=torch.float32, device="cpu") for path in (gguf_folder(file), model))
+    rows = torch.arange(64)[None]
+    logits, expected = read(input_ids=rows).logits, original(input_ids=rows).logits
+    assert (logits - expected).norm() < 0.1 * expected.norm(), "they differ by rounding to 8 bits"
 
 
 def test_dequantising_is_shown_while_it_lasts(model, tmp_path, phases_shown_at_once, capsys):
@@ -151,11 +200,23 @@ def cut(file: Path) -> Path:
         (lambda model, path: write_gguf(model, path, architecture="gpt2"), "gpt2"),
         (lambda model, path: write_gguf(model, path, architecture="unheard"), "unheard"),
         (lambda model, path: write_gguf(model, path, metadata={"qwen2.rope.scaling.type": "yarn"}), "rotary positions"),
+        (
+            lambda model, path: write_gguf(model, path, without="model.layers.0.mlp.up_proj.weight"),
+            r"no weights for model.layers.0.mlp.up_proj.weight;",
+        ),
+        (
+            lambda model, path: write_gguf(model, path, tensors={"rope_factors_long.weight": np.ones(8, np.float32)}),
+            r"it has \d+ weights, of which a qwen2 model has \d+",
+        ),
+        (
+            lambda model, path: write_gguf(model, path, metadata={"qwen2.attention.head_count_kv": 4}),
+            "small.gguf|size mismatch",
+        ),
         (lambda model, path: path, "no file"),
         (lambda model, path: path.write_bytes(b"GGUF" + struct.pack("<I", 3)) and path, "cut short"),
         (lambda model, path: path.write_bytes(b"PK\x03\x04") and path, "starts with GGUF"),
     ],
-    ids=["cut", "split", "family", "unknown", "rope", "missing", "header", "zip"],
+    ids=["cut", "split", "family", "unknown", "rope", "lacks", "unread", "shapes", "missing", "header", "zip"],
 )
 def test_a_gguf_file_that_cannot_be_used_is_refused_in_one_line(model, tmp_path, make, message):
     file = make(model, tmp_path / "bad.gguf")

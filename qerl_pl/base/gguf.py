@@ -6,23 +6,26 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import transformers
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
 from qerl_pl.base.cache import made_once
-from qerl_pl.common.files import write_whole
+from qerl_pl.common.files import allow_reading, write_whole
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
 from qerl_pl.model.files import read_json
@@ -36,7 +39,7 @@ MAGIC = b"GGUF"
 RECORD = "gguf.json"
 """Name of a JSON file in a checkpoint folder that was made from a GGUF file, and in copies of that folder. It has the
 GGUF file's name, its average bits per weight, and the share of weights stored in each GGUF type."""
-VERSION = 1  # version of this conversion, part of the key under which its result is cached
+VERSION = 2  # version of this conversion, part of the key under which its result is cached
 BYTES_PER_WEIGHT = 6
 """Peak bytes of host memory per weight of the model that the conversion of a GGUF file takes: 2 for all weights in
 bfloat16, and 4 for a tensor in fp32, which may have most of the weights."""
@@ -48,8 +51,22 @@ ROPE_TENSOR, ROPE_TYPE = "rope_freqs.weight", ".rope.scaling.type"
 """Tensor name and metadata key by which a GGUF file says that the model scales its rotary positions, as Llama 3.1 and
 models with YaRN do."""
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "</s>")
-"""Tokens that end a turn or a text. A GGUF file names only one end token, although a model may have several."""
+ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>")
+"""Tokens that end a turn or a text. A GGUF file names only one end token, although a model may have several. Not listed
+is </s>: it ends the texts of models whose files name it, and is an HTML tag in the vocabularies of Qwen and Gemma."""
+SPLIT = "tokenizer.ggml.pre"
+"""Metadata key with the name of the rule by which text is split before bytes are merged to tokens."""
+DIGITS_APART = ("smollm", "refact", "starcoder")
+"""Names of rules that split text as GPT-2's tokenizer does, but make each digit a part of its own."""
+AS_GPT2 = ("default", "gpt-2", "olmo")
+"""Names of rules that split text as GPT-2's tokenizer does."""
+NOT_READ = {
+    "phi3": ("attention.sliding_window", "sliding_window"),
+    "qwen3": ("attention.key_length", "head_dim"),
+    "qwen3_moe": ("expert_feed_forward_length", "moe_intermediate_size"),
+}
+"""Metadata of a GGUF file that transformers does not read, by ``model_type``: the key without the architecture's name,
+and the key of config.json. transformers takes a default value for it."""
 
 
 def is_gguf(base: str | Path) -> bool:
@@ -126,26 +143,33 @@ def _dequantize(path: Path, output: Path) -> None:
     with new_folder(output) as folder:
         try:
             _convert(reader, path, folder)
-        except (ValueError, KeyError, NotImplementedError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(f"{folder}", "its model")
+        except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:300].replace(f"{folder}", "its model") or type(error).__name__
             raise ValueError(f"model.base: {path}: {reason}") from error
 
 
 def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:
     where: dict[str, str] = {"pretrained_model_name_or_path": str(path.parent.absolute()), "gguf_file": path.name}
-    AutoConfig.from_pretrained(**where).save_pretrained(folder)
+    config = _completed(AutoConfig.from_pretrained(**where), reader)
+    config.save_pretrained(folder)
     check_family(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer = _splitting(AutoTokenizer.from_pretrained(**where), reader, path)
     # Without ``dequantize=True``, transformers from 5.18 on keeps the weights packed where it has a kernel for them;
     # older releases always unpack.
-    config = getattr(transformers, "GgufConfig", None)
-    unpack = {} if config is None else {"quantization_config": config(dequantize=True)}
-    model = _unquantized(AutoModelForCausalLM.from_pretrained(**where, **unpack, dtype=torch.bfloat16))
+    packing = getattr(transformers, "GgufConfig", None)
+    unpack = {} if packing is None else {"quantization_config": packing(dequantize=True)}
+    options = {"config": config, "dtype": torch.bfloat16, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **unpack, **options)
+    read, loading = loaded
+    _check_all_read(read, loading["missing_keys"], reader)
+    model = _unquantized(read)
     known, fields = tokenizer.get_vocab(), reader.fields
     named = [fields[key].contents() for key in END_KEYS if key in fields]
     ends = sorted({*named, *(known[token] for token in ENDS if token in known)})
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        allow_reading(file)
     tokenizer.save_pretrained(folder)
     write_whole(folder / RECORD, json.dumps(_record(reader, path), indent=1) + "\n")
 
@@ -169,6 +193,56 @@ def _check_contents(reader: GGUFReader, path: Path) -> None:
         raise ValueError(
             f"model.base: {path} scales its rotary positions ({scaled[0]}), which transformers does not read from GGUF "
             "files; use the model's safetensors checkpoint"
+        )
+
+
+def _splitting(tokenizer: Any, reader: GGUFReader, path: Path) -> Any:
+    """Make a tokenizer that transformers read from a GGUF file split text by the rule that the file names, where
+    transformers has GPT-2's rule in its place; changes ``tokenizer`` and returns it. Warns if the rule is unknown."""
+    rule = reader.fields[SPLIT].contents() if SPLIT in reader.fields else AS_GPT2[0]
+    backend = tokenizer.backend_tokenizer
+    if rule in AS_GPT2 or not isinstance(backend.pre_tokenizer, ByteLevel):
+        return tokenizer
+    if rule in DIGITS_APART:
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    else:
+        rank_zero_warn(
+            f"model.base: {path} splits text by the rule {rule!r}, which transformers does not know: it splits text as "
+            "GPT-2 does, so some texts have other tokens than in llama.cpp; use the model's safetensors checkpoint"
+        )
+    return tokenizer
+
+
+def _completed(config: PretrainedConfig, reader: GGUFReader) -> PretrainedConfig:
+    """Set what transformers left at a default in the configuration of a GGUF file's model (``NOT_READ``); changes
+    ``config`` and returns it."""
+    if config.model_type in NOT_READ:
+        key, name = NOT_READ[config.model_type]
+        field = reader.fields.get(f"{reader.fields['general.architecture'].contents()}.{key}")
+        if field is not None:
+            setattr(config, name, int(field.contents()) or None)  # 0 means that there is no window
+    return config
+
+
+def _check_all_read(model: PreTrainedModel, missing: Collection[str], reader: GGUFReader) -> None:
+    """Raise ValueError if transformers found no weights in a GGUF file for parameters of the model, whose names are
+    ``missing``, and gave them random values; or if the file has weights that the model lacks, such as biases or factors
+    of rotary positions. Blocks after the model's last one, which serve multi-token prediction, may be left out."""
+    wrong = ""
+    if missing:
+        wrong = f"it has no weights for {min(missing)}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+    else:
+        blocks = tuple(f"blk.{index}." for index in range(model.config.num_hidden_layers))
+        tensors = [
+            tensor for tensor in reader.tensors if not tensor.name.startswith("blk.") or tensor.name.startswith(blocks)
+        ]
+        stored = sum(int(tensor.n_elements) for tensor in tensors)
+        used = sum({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
+        if stored != used:
+            wrong = f"it has {stored} weights, of which a {model.config.model_type} model has {used}"
+    if wrong:
+        raise ValueError(
+            f"transformers does not read this file as its model: {wrong}; use the model's safetensors checkpoint"
         )
 
 
