@@ -253,3 +253,15 @@ def test_a_teacher_may_have_more_tokens_and_must_know_those_of_the_policy():
     policy.add_tokens(["<call>", "<tool>"])
     with pytest.raises(ValueError, match=r"'<call>', which does not exist there, and 1 more differ"):
         check_same_vocabulary(policy, teacher, base="models/teacher")
+
+
+def test_ids_that_a_gguf_file_names_because_its_embeddings_are_padded_need_no_match():
+    policy, teacher = make_tokenizer(), make_tokenizer()
+    unused = len(policy)
+    policy.add_tokens([f"[PAD{unused}]", f"[PAD{unused + 1}]"])
+    check_same_vocabulary(policy, teacher, base="models/teacher")
+    teacher.add_tokens(["<tool>"])
+    check_same_vocabulary(policy, teacher, base="models/teacher")
+    policy.add_tokens(["[PAD7]"])  # a token of its own, whose name is not that of its id
+    with pytest.raises(ValueError, match=r"'\[PAD7\]', which does not exist there, and 0 more differ"):
+        check_same_vocabulary(policy, teacher, base="models/teacher")

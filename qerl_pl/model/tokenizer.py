@@ -20,6 +20,8 @@ OF_PROCESSOR = ("chat_template.json", "processor_config.json")
 TEMPLATES = "chat_templates"
 """Folder with chat templates in files ``NAME.jinja``, from which they are read here; transformers itself reads only the
 folder ``additional_chat_templates``."""
+UNUSED = "[PAD{}]"
+"""Names that GGUF files give to ids above the last token, which exist because the embeddings are padded."""
 RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents", CLOCK)
 """Variables of a chat template that this program sets itself, so the user's template arguments must not have these
 names."""
@@ -145,9 +147,11 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, base: str) -> None:
     """Raise ValueError unless every token of the policy's tokenizer has the same text and id in the teacher's
-    tokenizer, which may have more tokens. ``base`` is the teacher's name for the message."""
+    tokenizer, which may have more tokens. ``base`` is the teacher's name for the message. The policy's names of unused
+    ids in GGUF files are not compared."""
     known = teacher.get_vocab()
-    other = sorted((index, token) for token, index in tokenizer.get_vocab().items() if known.get(token) != index)
+    tokens = ((index, token) for token, index in tokenizer.get_vocab().items() if token != UNUSED.format(index))
+    other = sorted((index, token) for index, token in tokens if known.get(token) != index)
     if other:
         index, token = other[0]
         there = f"is number {known[token]}" if token in known else "does not exist"
