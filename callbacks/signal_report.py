@@ -39,8 +39,8 @@ def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut
     if counted > 0:
         why += f"all {'other ' if left_out else ''}completions of each prompt earned the same"
     return (
-        f"signal: none of {groups} groups had one: {why}, so nothing was learned. Look at the completions in the run's "
-        "folder: are answers found, and are problems neither too easy nor too hard?"
+        f"signal: none of {groups} groups had one: {why}, so nothing was learned from rewards. Look at the completions "
+        "in the run's folder: are answers found, and are problems neither too easy nor too hard?"
     )
 
 

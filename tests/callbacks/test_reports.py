@@ -64,7 +64,12 @@ class TestSignalReport:
         ("with_signal", "unscored", "cut_off", "text"),
         [
             (2, 1, 0, "2 of 6 groups had one: their completions earned different rewards"),
-            (0, 0, 0, "none of 6 groups had one: all completions of each prompt earned the same, so nothing was"),
+            (
+                0,
+                0,
+                0,
+                "none of 6 groups had one: all completions of each prompt earned the same, so nothing was learned from",
+            ),
             (0, 24, 0, "none of 6 groups had one: of 24 completions 24 could not be scored, so nothing"),
             (0, 2, 3, "2 could not be scored and 3 were cut off at max_tokens (model.objective.filter_truncated); all"),
             (0, 0, 24, "24 completions 24 were cut off at max_tokens (model.objective.filter_truncated), so nothing"),
