@@ -226,7 +226,7 @@ class ModuleSettings:
     @cached_property
     def teacher_folder(self) -> str | None:
         """Checkpoint folder of the teacher; None without a teacher."""
-        return self.teacher and self.teacher.folder(self.base, self.folder)
+        return self.teacher and self.teacher.folder(self.base, self.folder, longest=self.longest_row)
 
     @property
     def compute_dtype(self) -> torch.dtype:

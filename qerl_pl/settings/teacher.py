@@ -1,5 +1,8 @@
 """Settings of the teacher, the section ``model.teacher`` of YAML."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +12,7 @@ from qerl_pl.base.prepared import prepared_base
 from qerl_pl.model.quantization import Quantize, quantization_of
 from qerl_pl.model.tokenizer import check_same_vocabulary, read_tokenizer
 from qerl_pl.quant.declared import read_layout
+from qerl_pl.quant.families import check_length
 
 DENSE = "dense"
 
@@ -42,22 +46,41 @@ class TeacherSettings:
                 "format: leave base_format and quantize out"
             )
 
-    def folder(self, base: str, policy: str) -> str:
+    def folder(self, base: str, policy: str, *, longest: int) -> str:
         """Return the checkpoint folder to load the teacher from, after downloading or quantising the teacher if
-        necessary. ``base`` is the setting ``model.base``, and ``policy`` is the folder that the policy is loaded from.
+        necessary. ``base`` is the setting ``model.base``, ``policy`` is the folder that the policy is loaded from, and
+        ``longest`` is the largest number of tokens of a prompt and its completion together.
 
         Raises:
-            ValueError: the teacher cannot be loaded, or its vocabulary differs from the policy's.
+            ValueError: the teacher cannot be loaded, its vocabulary differs from the policy's, or it cannot score
+                sequences of ``longest`` tokens.
         """
         if self.base == DENSE:
             folder = prepared_base(base)
-            if (layout := read_layout(Path(folder))) is not None:
-                raise ValueError(
-                    f"model.teacher.base is 'dense' and model.base is {base}, which is in {layout.fmt.name} already: "
-                    "name the 16-bit model that it was made from"
-                )
+            if read_layout(Path(folder)) is not None:
+                raise not_dense(base)
             return folder
-        folder = prepared_base(self.base, self.base_format, quantization_of(self.quantize))
-        check_base(folder)
+        with as_teacher(self.base):
+            folder = prepared_base(self.base, self.base_format, quantization_of(self.quantize))
+            check_length(check_base(folder), longest=longest)
         check_same_vocabulary(read_tokenizer(policy), read_tokenizer(folder), base=self.base)
         return folder
+
+
+@contextmanager
+def as_teacher(base: str) -> Iterator[None]:
+    """Context manager that makes the messages of ValueErrors about a model speak of the teacher, whose setting ``base``
+    is given: they name the settings under ``model.teacher`` in place of those of the policy's base."""
+    try:
+        yield
+    except ValueError as error:
+        text = re.sub(r"\bmodel\.(base_format|base|quantize)\b", r"model.teacher.\1", str(error))
+        raise ValueError(text if "model.teacher." in text else f"model.teacher.base is {base}: {text}") from error
+
+
+def not_dense(base: str) -> ValueError:
+    """Return the error for the teacher "dense" of a base, the setting ``model.base``, that is in 4 bits already."""
+    return ValueError(
+        f"model.teacher.base is 'dense' and model.base is {base}, which is in 4 bits already: name the 16-bit model "
+        "that it was made from"
+    )

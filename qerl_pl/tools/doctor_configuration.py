@@ -64,13 +64,15 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         with restored_arguments(), redirect_stderr(printed):
             try:
                 objects.append(training(["fit", *arguments], run_now=False))
+                teacher = objects[0].model.settings.teacher_folder
             except (ValueError, OSError) as error:
                 raise ValueError(of_error(error, sys.argv[1:])) from error
             except SystemExit:  # the parser has printed its error message
                 raise ValueError(printed.getvalue().rpartition("error: ")[2].strip()) from None
         model = objects[0].model
-        rewards = ", ".join(term.name for term in model.rewards)
-        return f"base {model.settings.folder}; {type(model.engine).__name__}; rewards {rewards}"
+        rewards = ", ".join(term.name for term in model.rewards) or "none"
+        of_teacher = f"; teacher {teacher}" if teacher else ""
+        return f"base {model.settings.folder}{of_teacher}; {type(model.engine).__name__}; rewards {rewards}"
 
     @functools.cache
     def settings() -> dict[str, Any]:

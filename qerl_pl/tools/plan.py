@@ -40,7 +40,7 @@ from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_positions
 from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.settings.run_memory import run_memory
-from qerl_pl.settings.teacher import DENSE
+from qerl_pl.settings.teacher import DENSE, as_teacher, not_dense
 from qerl_pl.settings.trainer import check_devices
 from qerl_pl.tools.options import plan_options
 
@@ -140,8 +140,14 @@ def _teacher_shape(settings: ModuleSettings) -> ModelShape | None:
     if teacher is None:
         return None
     if teacher.base == DENSE:
-        return planned_shape(settings.base, None, None, dtype)
-    return planned_shape(teacher.base, teacher.base_format, quantization_of(teacher.quantize), dtype)
+        shape = planned_shape(settings.base, None, None, dtype)
+        if shape.largest_packed:
+            raise not_dense(settings.base)
+        return shape
+    with as_teacher(teacher.base):
+        shape = planned_shape(teacher.base, teacher.base_format, quantization_of(teacher.quantize), dtype)
+        check_positions(shape.positions, shape.short_positions, longest=settings.longest_row)
+    return shape
 
 
 def on_hopper(run: RunMemory, model: Mapping[str, Any]) -> RunMemory:

@@ -1,13 +1,17 @@
 """Whole runs whose loss has the divergence from a teacher: without rewards, with a decreasing coefficient of the
 divergence, killed and resumed, and with bad settings."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
+from qerl_pl.__main__ import main as command
 from qerl_pl.results.curves import read_curves
 from qerl_pl.tools.tiny import make_tiny
-from tests.integration.conftest import UNCHECKED, assert_same_run, launch
+from tests.integration.conftest import TOY, UNCHECKED, assert_same_run, launch
 
 TAUGHT = ("--trainer.max_steps", "4", "--model.objective", "{preset: grpo, teacher: {divergence: reverse}}")
 
@@ -70,7 +74,11 @@ def test_a_run_with_a_teacher_that_was_killed_ends_bit_for_bit_as_the_straight_o
         (("--model.teacher", "{base: dense}"), "model.teacher is given and model.objective.teacher is not; give both"),
         (("--model.objective", "{teacher: {}}"), "model.objective.teacher is given and model.teacher is not"),
         (("--model.rewards", "[]"), "model.rewards is empty; expected at least one reward, or a teacher"),
-        ((*TAUGHT, "--model.teacher", "{base: no/where/at/all}"), "there is no folder no/where/at/all"),
+        ((*TAUGHT, "--model.teacher", "{base: no/where/at/all}"), "model.teacher.base: there is no folder no/where/at"),
+        (
+            (*TAUGHT, "--model.teacher", "{base: a, base_format: nf4, quantize: nf4}"),
+            "model.teacher.base_format is 'nf4'",
+        ),
         ((*TAUGHT, "--model.teacher", "{base: dense}"), "model.teacher.base is 'dense' and model.base is"),
         ((*TAUGHT, "--model.teacher", "{base: dense, quantize: nvfp4}"), "leave base_format and quantize out"),
     ],
@@ -80,3 +88,32 @@ def test_settings_that_contradict_each_other_are_refused(run, tmp_path: Path, ca
     with pytest.raises((SystemExit, ValueError)) as stop:
         run("fit", tmp_path / "run", "--trainer.max_steps", "1", *wrong)
     assert message in capsys.readouterr().err + str(stop.value)
+
+
+def shortened(teacher: tuple[str, str], folder: Path) -> tuple[str, str]:
+    """Copy a teacher to ``folder``, with a configuration of 32 positions."""
+    shutil.copytree(yaml.safe_load(teacher[1])["base"], folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    return "--model.teacher", f"{{base: {folder}}}"
+
+
+def test_a_teacher_of_fewer_positions_than_a_row_has_is_refused_by_fit_doctor_and_plan(
+    run, bases, teacher, tmp_path, capsys
+):
+    message = "prompts and completions may reach 70 tokens and the model has 32 positions"
+    short = shortened(teacher, tmp_path / "short")
+    with pytest.raises((SystemExit, ValueError)) as stop:
+        run("fit", tmp_path / "run", *TAUGHT, *short)
+    assert message in capsys.readouterr().err + str(stop.value)
+    base = ("-c", str(TOY), "--model.base", str(bases["nvfp4"]), *TAUGHT, *short)
+    assert command(["doctor", *base, "--run_dir", str(tmp_path / "other")]) == 1
+    assert f"[no] configuration        model.teacher.base is {tmp_path / 'short'}: {message}" in capsys.readouterr().out
+    assert command(["plan", *base, "--gpu-memory", "8"]) == 2
+    assert f"model.teacher.base is {tmp_path / 'short'}: {message}" in capsys.readouterr().err
+
+
+def test_plan_refuses_a_dense_teacher_of_a_base_in_4_bits_as_fit_does(bases, capsys):
+    dense = ("--model.teacher", "{base: dense}", "--model.base", str(bases["nvfp4"]))
+    assert command(["plan", "-c", str(TOY), "--gpu-memory", "8", *TAUGHT, *dense]) == 2
+    assert "model.teacher.base is 'dense' and model.base is" in capsys.readouterr().err
