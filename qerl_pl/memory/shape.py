@@ -16,17 +16,17 @@ from qerl_pl import native
 from qerl_pl.base.folder import BaseFormat, base_folder
 from qerl_pl.base.prepared import check_format
 from qerl_pl.model.family import FAMILIES
-from qerl_pl.model.files import Checkpoint
+from qerl_pl.model.files import CONFIG, Checkpoint, has_vision, read_json
 from qerl_pl.model.hub import hub_config, is_hub_name
 from qerl_pl.model.known_models import known_config, known_format
 from qerl_pl.model.layers import head_dims, layer_configs, num_recurrent_layers
 from qerl_pl.model.quantization import Quantization
-from qerl_pl.quant.declared import declared_layout
+from qerl_pl.quant.declared import declared_layout, is_weight_only, quantises_cache, quantization_config
 from qerl_pl.quant.experts import OF_EXPERT, Routing
 from qerl_pl.quant.experts import mixtures as mixtures_of
 from qerl_pl.quant.families import check_family, longest_with_short_factors
 from qerl_pl.quant.formats import Format
-from qerl_pl.quant.layouts import WRITERS
+from qerl_pl.quant.layouts import MODELOPT_NVFP4, WRITERS
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.loading import empty_model, meta_model
 from qerl_pl.quant.mxfp4 import MXFP4
@@ -177,10 +177,19 @@ def checkpoint_shape(
     family = FAMILIES[model.config.model_type]
     if layout is None:
         return _shape(model, fmt, lambda name: not (is_ignored(name, ignore) or family.stays_dense(name)), short)
+    shares = not _is_read_as_modelopt(path)
     if not any(path.glob("*.safetensors")):
-        return _shape(model, layout.fmt, lambda name: not family.stays_dense(name), short)
+        return _shape(model, layout.fmt, lambda name: not family.stays_dense(name), short, shares_experts=shares)
     marked = set(Checkpoint(path).names())
-    return _shape(model, layout.fmt, lambda name: name + layout.marker in marked, short)
+    return _shape(model, layout.fmt, lambda name: name + layout.marker in marked, short, shares_experts=shares)
+
+
+def _is_read_as_modelopt(path: Path) -> bool:
+    """Return whether trainer and vLLM read a checkpoint in the layout of ModelOpt, in which vLLM's experts cannot use
+    the trainer's weights. Other checkpoints by ModelOpt are converted to the layout of compressed-tensors."""
+    config = quantization_config(path) or {}
+    as_it_is = is_weight_only(config) and not quantises_cache(config) and not has_vision(read_json(path / CONFIG))
+    return as_it_is and declared_layout(path) is MODELOPT_NVFP4
 
 
 def planned_shape(
@@ -209,7 +218,12 @@ def planned_shape(
 
 
 def _shape(
-    model: PreTrainedModel, fmt: Format | None, is_packed: Callable[[str], bool], short_positions: int | None = None
+    model: PreTrainedModel,
+    fmt: Format | None,
+    is_packed: Callable[[str], bool],
+    short_positions: int | None = None,
+    *,
+    shares_experts: bool = True,
 ) -> ModelShape:
     config, head = model.config, model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -237,7 +251,9 @@ def _shape(
     experts = ExpertSizes(*map(max, sizes), layers=len(mixtures), shared=shared)
     outside = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     stacked = experts.num * experts.inner * config.hidden_size if len(outside) < len(packed) else 0
-    fitting_bytes, unfit = _native_part(packed) if fmt is NVFP4 else (0, ())
+    on_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    unpacked = is_unpacked(fmt, on_gpu=True, on_blackwell=on_blackwell)
+    fitting_bytes, unfit = _native_part(packed, shares_experts=shares_experts) if fmt is NVFP4 else (0, ())
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -254,8 +270,8 @@ def _shape(
         last_linear=family.last_linear,
         linears=_linears_of_blocks(model.get_submodule("model.layers"), family.projections),
         linear_bytes=linear_bytes,
-        engine_linear_bytes=sum(dense.values()) if _is_unpacked(fmt) else linear_bytes,
-        engine_packed_bytes=0 if _is_unpacked(fmt) else packed_bytes,
+        engine_linear_bytes=sum(dense.values()) if unpacked else linear_bytes,
+        engine_packed_bytes=0 if unpacked else packed_bytes,
         fitting_bytes=fitting_bytes,
         unfit=unfit,
         embedding_bytes=sum(module.get_parameter("weight").nbytes for module in embeddings),
@@ -267,10 +283,11 @@ def _shape(
     )
 
 
-def _is_unpacked(fmt: Format | None) -> bool:
-    """Return whether vLLM holds weights of the format ``fmt`` dequantised, as ``rollout.vllm.setup.lacks`` says."""
-    on_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
-    return fmt is NF4 or (fmt is MXFP4 and on_blackwell)
+def is_unpacked(fmt: Format | None, *, on_gpu: bool, on_blackwell: bool) -> bool:
+    """Return whether vLLM 0.32 holds weights of the format ``fmt`` (None: not quantised) dequantised, because it has no
+    kernels that multiply 16-bit activations by them. This holds for NF4, and for MXFP4 on a CPU and on Blackwell GPUs,
+    on which vLLM's MXFP4 kernels also quantise activations."""
+    return fmt is NF4 or (fmt is MXFP4 and (on_blackwell or not on_gpu))
 
 
 def _recurrent(config: PretrainedConfig) -> Recurrent:
@@ -301,10 +318,12 @@ def _linears_of_blocks(
     return tuple((number, linears) for linears, number in kinds.items())
 
 
-def _native_part(packed: Mapping[str, FrozenLinear]) -> tuple[int, tuple[str, ...]]:
-    """Compute ``ModelShape.fitting_bytes`` and ``ModelShape.unfit`` of an NVFP4 model's 4-bit linear layers."""
+def _native_part(packed: Mapping[str, FrozenLinear], *, shares_experts: bool) -> tuple[int, tuple[str, ...]]:
+    """Compute ``ModelShape.fitting_bytes`` and ``ModelShape.unfit`` of an NVFP4 model's 4-bit linear layers.
+    ``shares_experts`` says whether vLLM's experts can use the trainer's weights."""
     linears = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
-    experts = [packed[name] for name in packed.keys() - linears.keys()] if native.is_installed() else []
+    shares = shares_experts and native.is_installed()
+    experts = [packed[name] for name in packed.keys() - linears.keys()] if shares else []
     fitting, unfit = experts, {}
     for names in fused_groups(list(linears), present=linears.keys()).values():
         group = [linears[name] for name in names]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ from qerl_pl.quant.quantize import quantize_checkpoint
 from tests.combinations import first_of, pairwise
 from tests.families import MIXTURES, tiny_config
 from tests.packed import frozen_linear
+from tests.quant.test_loading import as_modelopt
 from tests.quant.test_quantize import interrupted_at
 from tests.reference.experts import mixture
 from tests.rollout.conftest import first_mixture, save_dense, save_mixture
@@ -345,6 +347,26 @@ def test_the_plan_counts_the_bytes_of_a_mixture(folder, kind, dtype):
     assert shape.base_bytes == sum(tensor.nbytes for tensor in held)
     assert shape.experts in ((8, 2, 64, 1, 0), (8, 2, 64, 2, 96), (8, 2, 64, 1, 2 * 64))
     assert shape.fitting_bytes == 0 or kind == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "shares"),
+    [
+        ({"quant_algo": "W4A16_NVFP4"}, False),
+        ({"quant_algo": "NVFP4"}, True),
+        ({"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8"}, True),
+    ],
+    ids=["as it is", "converted for its activations", "converted for its cache"],
+)
+def test_vllm_shares_the_experts_of_a_modelopt_folder_only_if_it_is_converted(folder, tmp_path, quantization, shares):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "nvfp4", copy)
+    as_modelopt(copy, quantization, in_config=True)
+    shape, whole = (checkpoint_shape(path, torch.bfloat16) for path in (copy, folder / "nvfp4"))
+    sizes = shape.experts
+    weights = 3 * sizes.layers * sizes.num * sizes.inner * shape.hidden
+    assert whole.fitting_bytes - shape.fitting_bytes == (0 if shares else weights // 2 + weights // NVFP4.block)
+    assert replace(shape, fitting_bytes=whole.fitting_bytes) == whole
 
 
 def with_config(folder: Path, target: Path, **values: object) -> Path:

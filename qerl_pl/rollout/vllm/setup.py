@@ -14,12 +14,11 @@ from torch import distributed as dist
 
 from qerl_pl import native
 from qerl_pl.common.files import in_bytes
+from qerl_pl.memory.shape import is_unpacked
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
-from qerl_pl.quant.nf4 import NF4
-from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.selection import fused_groups
 from qerl_pl.rollout.loopback import check_loopback
 from qerl_pl.rollout.vllm import patches
@@ -96,14 +95,12 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 
 def lacks(fmt: Format | None) -> bool:
-    """Return whether vLLM 0.32 has no kernels on this machine that multiply 16-bit activations by weights of the format
-    ``fmt`` (None: not quantised). This holds for NF4, and for MXFP4 on a CPU and on Blackwell GPUs, on which vLLM's
-    MXFP4 kernels also quantise activations."""
+    """Return whether vLLM has no kernels on this machine that multiply 16-bit activations by weights of the format
+    ``fmt`` (None: not quantised)."""
     from vllm.platforms import current_platform
 
-    if fmt is None or fmt is NVFP4:
-        return False
-    return fmt is NF4 or not current_platform.is_cuda() or current_platform.has_device_capability(100)
+    on_blackwell = bool(current_platform.has_device_capability(100))
+    return is_unpacked(fmt, on_gpu=current_platform.is_cuda(), on_blackwell=on_blackwell)
 
 
 def decoding_kernel(
