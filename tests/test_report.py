@@ -7,7 +7,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.results.curves import read_curves
+from qerl_pl.results.curves import read_curves, summarize
 
 
 @pytest.fixture
@@ -30,6 +30,15 @@ def test_whole_files_give_every_value_and_no_warning(run, capsys):
     assert curves["val/accuracy"].values == [step / 4 for step in range(20)]
     assert curves["time/step_s"].steps == list(range(20))
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_with_a_teacher_is_summarised_by_its_kl(run):
+    with SummaryWriter(str(run), filename_suffix=".teacher") as writer:
+        for step in range(10):
+            writer.add_scalar("teacher/kl", 1.0 - step / 10, step)
+    summary = summarize(read_curves(run))
+    assert summary["KL to the teacher (nats per token, mean of 5), first"] == pytest.approx(0.8)
+    assert summary["KL to the teacher (nats per token, mean of 5), last"] == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.5, 0.99])

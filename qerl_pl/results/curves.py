@@ -116,13 +116,14 @@ def _scalars(event: Event) -> list[Scalar]:
 
 def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
     """Compute the numbers that reports and model cards show for a run, by name, from the curves of its logged scalars:
-    accuracy, reward, entropy, speed, and the difference between the log-probabilities of sampler and trainer. A number
-    whose scalars the run did not log is left out."""
+    accuracy, reward, KL to the teacher, entropy, speed, and the difference between the log-probabilities of sampler and
+    trainer. A number whose scalars the run did not log is left out."""
     summary: dict[str, float] = {}
     for name, tag, window in (
         ("accuracy (held out)", "val/accuracy", 1),
         ("reward (held out)", "val/reward", 1),
         ("reward (rollouts, mean of 5)", "train/reward", 5),
+        ("KL to the teacher (nats per token, mean of 5)", "teacher/kl", 5),
         ("entropy (nats per token, mean of 5)", "policy/entropy", 5),
     ):
         if tag in curves:
