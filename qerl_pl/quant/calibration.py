@@ -64,11 +64,16 @@ def _strings(value: object) -> Iterator[str]:
 def _texts(source: str) -> Iterator[str]:
     path = Path(source)
     if path.suffix not in (".txt", ".jsonl"):
+        if not source or path.is_file():
+            raise ValueError(f"calibration source {source!r} is no .txt or .jsonl file and no data set of the hub")
         yield from _hub_texts(source)
     elif not path.is_file():
         raise ValueError(f"calibration file {path} does not exist")
     elif path.suffix == ".txt":
-        yield path.read_text(encoding="utf-8")
+        try:
+            yield path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"calibration file {path} is not UTF-8 text: {error}") from error
     else:
         yield from (row_text(row) for _, row in read_json_lines(path, say=print))
 

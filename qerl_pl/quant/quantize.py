@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def quantize_checkpoint(
     check_complete(checkpoint, skeleton)
     shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes), {*shapes, *dense}), output_files(checkpoint)
-    _check_calibrated(method, residual, calibration, outside=files[0].groups(groups))
+    _check_calibrated(method, residual, calibration, outside=files[0].groups(groups), config=config)
     settings = {
         "format": format,
         "method": method,
@@ -227,10 +228,21 @@ def check_weights(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_calibrated(
-    method: Method, residual: int | None, calibration: Calibration | None, *, outside: Sequence[Sequence[str]]
+    method: Method,
+    residual: int | None,
+    calibration: Calibration | None,
+    *,
+    outside: Sequence[Sequence[str]],
+    config: Mapping[str, Any],
 ) -> None:
-    if residual is not None and residual < 1:
-        raise ValueError(f"the rank of the residual is {residual}; expected at least 1")
+    if residual is not None and not 1 <= residual <= config["hidden_size"]:
+        raise ValueError(
+            f"the rank of the residual is {residual}; expected at least 1 and at most the model's hidden_size "
+            f"({config['hidden_size']}), the largest rank of an adapter with which a run can start"
+        )
+    length, positions = 0 if calibration is None else calibration.tokens.shape[1], config.get("max_position_embeddings")
+    if positions is not None and length > positions:
+        raise ValueError(f"calibration sequences have {length} tokens and the model has {positions} positions")
     if calibration is None and (method == "gptq" or residual is not None):
         what = f"method {method}" if method == "gptq" else f"a residual of rank {residual}"
         raise ValueError(f"{what} needs calibration data: give --calibration")

@@ -45,3 +45,18 @@ def test_text_that_does_not_suffice_is_refused(make_checkpoint, tmp_path, conten
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no tokenizer_config"):
         read_calibration(str(tmp_path / "a.txt"), tmp_path, samples=1, length=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.parquet", b"PAR1", r"rows\.parquet' is no \.txt or \.jsonl file and no data set of the hub"),
+        ("", b"", "calibration source '' is no"),
+        ("text.txt", b"caf\xe9", r"calibration file .*text\.txt is not UTF-8 text"),
+    ],
+)
+def test_a_source_that_is_no_text_is_named(make_checkpoint, tmp_path, name, content, message):
+    if name:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_calibration(str(tmp_path / name) if name else "", make_checkpoint(), samples=1, length=1)

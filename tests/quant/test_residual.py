@@ -165,3 +165,18 @@ def test_the_command_says_what_the_residual_needs_and_where_it_is(make_checkpoin
     assert not list(tmp_path.glob("out*"))
     assert program(["quantize", *command, "--calibration", str(text), "--samples", "4", "--length", "32"]) == 0
     assert f"--model.lora.start {out / 'start'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("residual", "tokens", "message"),
+    [
+        (65, 64, r"the rank of the residual is 65; expected at least 1 and at most the model's hidden_size \(64\)"),
+        (0, 64, "the rank of the residual is 0; expected at least 1"),
+        (None, 200, "calibration sequences have 200 tokens and the model has 128 positions"),
+    ],
+)
+def test_what_no_run_could_start_from_is_refused_before_the_work(make_checkpoint, tmp_path, residual, tokens, message):
+    calibration = Calibration(torch.zeros(2, tokens, dtype=torch.int64), "zeros")
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(make_checkpoint(), tmp_path / "out", calibration=calibration, residual=residual)
+    assert not list(tmp_path.glob("out*"))
