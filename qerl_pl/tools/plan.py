@@ -34,7 +34,7 @@ from qerl_pl.memory.fitting import (
 from qerl_pl.memory.plan import Plan
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import ModelShape, planned_shape
-from qerl_pl.model.family import MERGED, PROJECTIONS
+from qerl_pl.model.family import INSTEAD, MERGED, PROJECTIONS
 from qerl_pl.model.quantization import quantization_of
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.quant.families import check_positions
@@ -123,7 +123,7 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
     check_devices(trainer)
     check_class_paths(model["engine"], "model.engine")
     parts = parts_without_base(config, "settings", "engine")
-    known = (*PROJECTIONS, *MERGED)  # which of them the base has is known only when it is loaded
+    known = (*PROJECTIONS, *MERGED, *INSTEAD)  # which of them the base has is known only when it is loaded
     if unknown := sorted(set(parts.settings.lora.targets) - set(known)):
         raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")
     return run_memory(

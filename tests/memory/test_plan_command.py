@@ -14,6 +14,7 @@ from qerl_pl.memory.plan import MOMENTS
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.tools.plan import on_hopper, planned_run, read_settings
+from tests.memory.conftest import recurrent_config
 
 ROOT = Path(__file__).parents[2]
 TOY = str(ROOT / "tests" / "integration" / "toy.yaml")
@@ -213,6 +214,17 @@ def test_a_folder_of_config_json_alone_is_planned_and_another_family_is_refused(
     capsys.readouterr()
     assert command(["plan", "-c", TOY, "--gpu-memory", "8", "--model.base", str(tmp_path), *VLLM]) == 2
     assert "expected one of qwen2, qwen3, llama" in capsys.readouterr().err
+
+
+def test_the_layers_of_gated_delta_nets_are_targets_for_plan_as_they_are_for_fit(tmp_path):
+    recurrent_config(1).save_pretrained(tmp_path / "qwen3.5")
+    common = ["plan", "-c", TOY, "--gpu-memory", "24", "--model.base", str(tmp_path / "qwen3.5")]
+    peaks = []
+    for number, targets in enumerate(("[in_proj_qkv]", "[in_proj_qkv, in_proj_z, out_proj]")):
+        file = tmp_path / f"{number}.json"
+        assert command([*common, "--model.lora.targets", targets, "--json", str(file)]) == 0
+        peaks.append(json.loads(file.read_text())["parts"]["adapter, fp32"]["step"])
+    assert 0 < peaks[0] < peaks[1]
 
 
 def test_the_longest_completion_is_told_for_each_size_of_gpu(bases, capsys):
