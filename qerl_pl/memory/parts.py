@@ -309,7 +309,7 @@ def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int
     num_seqs = engine.max_num_seqs
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
     sets, rows = 1, num_seqs
-    if engine.speculates:
+    if engine.speculates and not shape.recurrent.num_layers:  # vLLM drafts nothing in models with recurrent layers
         sets += len(DRAFTS_BY_SEQUENCES)
         rows = max(rows, *(min(num_seqs, most) * (1 + drafts) for most, drafts in DRAFTS_BY_SEQUENCES))
         counts += num_seqs * 4 * length

@@ -35,7 +35,7 @@ from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.tools.plan import without_native_kernels
 from tests.families import tiny_config
-from tests.memory.conftest import small_config
+from tests.memory.conftest import recurrent_config, small_config
 from tests.random_models import model_config
 
 GIB = 2**30
@@ -377,6 +377,10 @@ def test_only_an_engine_that_speculates_needs_more():
     assert parts_of(speculates=False) == off
     assert {part for part in off if off[part] != on[part]} == {name}
     assert all(on[name][moment] > size for moment, size in off[name].items())
+    recurrent = config_shape(recurrent_config(3), NVFP4, torch.bfloat16)  # with which vLLM does not speculate
+    engines = [EngineMemory(kv_cache_bytes=GIB, speculates=speculates) for speculates in (False, True)]
+    without, asked = (plan(recurrent, replace(HALVES, engine=engine)).parts for engine in engines)
+    assert without == asked
 
 
 def test_experts_that_training_replays_are_counted_for_every_token():
