@@ -109,11 +109,11 @@ def is_of_other_base(start: StartAdapter, *names: str) -> bool:
     """Return whether an adapter was trained for another base model than the one with the given ``names``, which are its
     name on the hub and its folder. Returns False if the adapter names no base.
 
-    Only the last components of folders and hub names are compared. Two names also count as the same base if one begins
-    with the other, because the name of a 4-bit copy begins with the name of its model.
+    Only the last components of folders, files and hub names are compared, without .gguf. Two names also count as the
+    same base if one begins with the other, because the name of a 4-bit copy begins with the name of its model.
     """
     trained_for = Path(start.base).name.lower()
-    others = [Path(name).name.lower() for name in names]
+    others = [Path(name).name.lower().removesuffix(".gguf") for name in names]
     return bool(trained_for) and not any(
         trained_for.startswith(other) or other.startswith(trained_for) for other in others
     )

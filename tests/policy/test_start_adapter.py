@@ -208,6 +208,8 @@ def test_a_base_of_another_name_is_told_apart_from_a_copy_of_the_adapters_base(s
         assert not is_of_other_base(named, "elsewhere/a-copy", base)
     assert is_of_other_base(named, "Qwen/Qwen2.5-Coder-7B", "cache/qwen2.5-coder-7b-nvfp4")
     assert not is_of_other_base(start._replace(base=""), "a")
+    of_file = start._replace(base="/cache/small-8092973499")  # the dequantised copy of small.gguf
+    assert not is_of_other_base(of_file, "models/small.gguf", "/cache/small-nvfp4-4de12f7da9")
 
 
 @pytest.mark.parametrize("value", [1e300, float("nan"), torch.int8, torch.complex64])
