@@ -14,9 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qerl_pl.model.files import text_name
 from qerl_pl.policy.lora_experts import PARAMETERS, adapted, of_experts
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+"""Prefix that PEFT puts before the names of a model's modules."""
 READ = ("r", "lora_alpha", "use_rslora", "modules_to_save")
 EXPERTS = ("target_parameters", "rank_pattern", "alpha_pattern")
 """Fields of adapter_config.json that describe adapters on experts."""
@@ -69,6 +72,7 @@ def read_start(folder: str | Path) -> StartAdapter:
         stored = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{where}, whose {WEIGHTS} cannot be read: {error}") from error
+    stored = _of_language_model(stored)
     tensors = {name: tensor.float() for name, tensor in stored.items()}
     for name, tensor in tensors.items():
         if not stored[name].is_floating_point() or not tensor.isfinite().all():
@@ -134,6 +138,16 @@ def check_fits(start: StartAdapter, *, num_layers: int, hidden: int) -> None:
                 f"model.lora.start is an adapter of a model of hidden size {tensor.shape[-1]} ({name}), and model.base "
                 f"has {hidden}; give an adapter of this base"
             )
+
+
+def _of_language_model(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of an adapter of a vision-language model to what they would be called in an adapter of the
+    language model alone, and leave out those of the vision model, which prompts of text do not use. Tensors of other
+    adapters are returned as they are."""
+    names = {name: text_name(name.removeprefix(PREFIX)) for name in stored}
+    if not any(".language_model." in name for name in stored):
+        return dict(stored)
+    return {f"{PREFIX}{name}": stored[whole] for whole, name in names.items() if name is not None}
 
 
 def _expert_rank(config: Mapping[str, Any], where: str) -> int:

@@ -12,12 +12,15 @@ from jsonargparse import ArgumentParser
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import check_identity, lora_settings, run_identity
 from qerl_pl.policy.lora import LoraSettings, open_settings
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.start import check_fits, digest, is_of_other_base, read_start
+from tests.families import tiny_config, with_vision
+from tests.rollout.conftest import save_dense
 
 TOKENS = torch.arange(8, 48).view(2, 20)
 WEIGHTS = "adapter_model.safetensors"
@@ -109,6 +112,29 @@ def test_every_way_to_name_the_linears_gives_the_policy_of_stock_peft(base, tmp_
     expected = write_stock(base, tmp_path / "adapter", **settings)
     start = LoraSettings(start=str(tmp_path / "adapter"), train_norms="modules_to_save" in settings)
     torch.testing.assert_close(logprobs_of(policy_of(base, start)), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("by_transformers_4", [False, True])
+@torch.no_grad()
+def test_an_adapter_of_a_vision_language_model_is_one_of_its_language_model(tmp_path, monkeypatch, by_transformers_4):
+    """transformers 4 had the language model under another name."""
+    monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
+    save_dense(tmp_path / "base", with_vision(tiny_config("gemma3_text")))
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).eval()
+    for name, tensor in adapted.named_parameters():
+        if "lora_B" in name:
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))))
+    expected = adapted(input_ids=TOKENS).logits.log_softmax(-1)[:, :-1].gather(-1, TOKENS[:, 1:, None])[..., 0]
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / WEIGHTS
+    tensors = load_file(file)
+    assert any("vision" in name for name in tensors), "whose layers are adapted too, without effect on text"
+    if by_transformers_4:
+        renamed = {name.replace("model.language_model.", "language_model.model."): tensors[name] for name in tensors}
+        save_file(renamed, file)
+    policy = policy_of(prepared_base(str(tmp_path / "base")), LoraSettings(start=str(tmp_path / "adapter")))
+    torch.testing.assert_close(logprobs_of(policy), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
