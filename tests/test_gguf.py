@@ -135,6 +135,12 @@ def test_text_is_split_by_the_rule_that_the_file_names(make_checkpoint, tmp_path
     assert tokenizer.decode(tokenizer("a  3 in").input_ids) == "a  3 in"
 
 
+def test_a_vision_model_and_blocks_for_drafts_are_left_out(model, tmp_path):
+    others = {name: np.ones(8, np.float32) for name in ("v.blk.0.ln1.weight", "mm.input.weight", "blk.2.nextn.weight")}
+    folder = gguf_folder(write_gguf(model, tmp_path / "small.gguf", tensors=others))
+    assert load_file(folder / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
+
+
 def test_a_rule_of_splitting_that_is_unknown_is_named(model, tmp_path):
     with pytest.warns(UserWarning, match="splits text by the rule 'other', which transformers does not know"):
         gguf_folder(write_gguf(model, tmp_path / "small.gguf", split="other"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -60,6 +61,10 @@ DIGITS_APART = ("smollm", "refact", "starcoder")
 """Names of rules that split text as GPT-2's tokenizer does, but make each digit a part of its own."""
 AS_GPT2 = ("default", "gpt-2", "olmo")
 """Names of rules that split text as GPT-2's tokenizer does."""
+BLOCK = re.compile(r"blk\.(\d+)\.")
+"""Beginning of the names of a decoder block's tensors in GGUF files, with the block's index."""
+VISION = ("v.", "mm.")
+"""Beginnings of the names of a vision model's tensors in GGUF files."""
 NOT_READ = {
     "phi3": ("attention.sliding_window", "sliding_window"),
     "qwen3": ("attention.key_length", "head_dim"),
@@ -227,16 +232,14 @@ def _completed(config: PretrainedConfig, reader: GGUFReader) -> PretrainedConfig
 def _check_all_read(model: PreTrainedModel, missing: Collection[str], reader: GGUFReader) -> None:
     """Raise ValueError if transformers found no weights in a GGUF file for parameters of the model, whose names are
     ``missing``, and gave them random values; or if the file has weights that the model lacks, such as biases or factors
-    of rotary positions. Blocks after the model's last one, which serve multi-token prediction, may be left out."""
+    of rotary positions. A vision model, which files of Ollama may contain, and blocks after the model's last one, which
+    serve multi-token prediction, may be left out."""
     wrong = ""
     if missing:
         wrong = f"it has no weights for {min(missing)}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
     else:
-        blocks = tuple(f"blk.{index}." for index in range(model.config.num_hidden_layers))
-        tensors = [
-            tensor for tensor in reader.tensors if not tensor.name.startswith("blk.") or tensor.name.startswith(blocks)
-        ]
-        stored = sum(int(tensor.n_elements) for tensor in tensors)
+        blocks = range(model.config.num_hidden_layers)
+        stored = sum(int(tensor.n_elements) for tensor in reader.tensors if _is_of_text_model(tensor.name, blocks))
         used = sum({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
         if stored != used:
             wrong = f"it has {stored} weights, of which a {model.config.model_type} model has {used}"
@@ -244,6 +247,12 @@ def _check_all_read(model: PreTrainedModel, missing: Collection[str], reader: GG
         raise ValueError(
             f"transformers does not read this file as its model: {wrong}; use the model's safetensors checkpoint"
         )
+
+
+def _is_of_text_model(tensor: str, blocks: range) -> bool:
+    """Return whether a tensor of a GGUF file belongs to the language model with the given blocks, by its name."""
+    block = BLOCK.match(tensor)
+    return not tensor.startswith(VISION) and (block is None or int(block[1]) in blocks)
 
 
 def _unquantized(read: PreTrainedModel) -> PreTrainedModel:
