@@ -158,16 +158,24 @@ def _expert_rank(config: Mapping[str, Any], where: str) -> int:
     if not (parameters or ranks or alphas):
         return 0
     rank, alpha, root = config["r"], config["lora_alpha"], 0.5 if config.get("use_rslora") else 1
-    named = isinstance(ranks, dict) and isinstance(alphas, dict) and set(parameters) == set(PARAMETERS)
-    if named and ranks.keys() | alphas.keys() <= set(PARAMETERS):
-        found = {(ranks.get(name, rank), alphas.get(name, alpha)) for name in PARAMETERS}
-        of_experts, own = found.pop()
-        if not found and math.isclose(own / of_experts**root, alpha / rank**root):
-            return of_experts
+    if isinstance(ranks, dict) and isinstance(alphas, dict):
+        rank_of, alpha_of = ({_whole_name(name): value for name, value in of.items()} for of in (ranks, alphas))
+        names = {_whole_name(name) for name in parameters}
+        if names == set(PARAMETERS) and rank_of.keys() | alpha_of.keys() <= names:
+            found = {(rank_of.get(name, rank), alpha_of.get(name, alpha)) for name in PARAMETERS}
+            of_experts, own = found.pop()
+            if not found and math.isclose(own / of_experts**root, alpha / rank**root):
+                return of_experts
     raise ValueError(
         f"{where}, whose {CONFIG} has target_parameters = {parameters!r}, rank_pattern = {ranks!r} and alpha_pattern = "
         f"{alphas!r}; expected {' and '.join(PARAMETERS)} with one rank, and the same alpha / rank as other linears"
     )
+
+
+def _whole_name(parameter: str) -> str:
+    """Return the name in ``PARAMETERS`` of the experts' weights that PEFT finds by a given name, which may be a whole
+    name or its last components, such as down_proj; or the given name if there is none."""
+    return next((name for name in PARAMETERS if f".{name}".endswith(f".{parameter}")), parameter)
 
 
 def _config(folder: Path, where: str) -> dict[str, Any]:

@@ -192,6 +192,16 @@ def test_a_run_can_start_at_an_adapter_of_experts(saved, base):
         LoraSettings(start=str(folder), expert_rank=4)
 
 
+@pytest.mark.parametrize("prefix", ["experts.", ""])
+def test_a_start_may_name_the_experts_weights_by_their_last_components_as_peft_does(saved, tmp_path, prefix):
+    shutil.copytree(saved[1], tmp_path / "renamed")
+    file = tmp_path / "renamed" / "adapter_config.json"
+    file.write_text(file.read_text().replace('"mlp.experts.', f'"{prefix}'))
+    whole, short = (LoraSettings(start=str(folder)) for folder in (saved[1], tmp_path / "renamed"))
+    assert f'"{prefix}down_proj"' in file.read_text()
+    assert replace(short, start=whole.start) == whole
+
+
 @pytest.mark.parametrize(
     "fields",
     [
