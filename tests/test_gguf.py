@@ -141,9 +141,10 @@ def test_a_vision_model_and_blocks_for_drafts_are_left_out(model, tmp_path):
     assert load_file(folder / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
 
 
-def test_a_rule_of_splitting_that_is_unknown_is_named(model, tmp_path):
-    with pytest.warns(UserWarning, match="splits text by the rule 'other', which transformers does not know"):
-        gguf_folder(write_gguf(model, tmp_path / "small.gguf", split="other"))
+@pytest.mark.parametrize("rule", ["other", "default"])
+def test_a_rule_of_splitting_that_is_unknown_is_named(model, tmp_path, rule):
+    with pytest.warns(UserWarning, match=f"splits text by the rule '{rule}', which transformers does not know"):
+        gguf_folder(write_gguf(model, tmp_path / "small.gguf", split=rule))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ SPLIT = "tokenizer.ggml.pre"
 """Metadata key with the name of the rule by which text is split before bytes are merged to tokens."""
 DIGITS_APART = ("smollm", "refact", "starcoder")
 """Names of rules that split text as GPT-2's tokenizer does, but make each digit a part of its own."""
-AS_GPT2 = ("default", "gpt-2", "olmo")
+AS_GPT2 = ("gpt-2", "olmo")
 """Names of rules that split text as GPT-2's tokenizer does."""
 BLOCK = re.compile(r"blk\.(\d+)\.")
 """Beginning of the names of a decoder block's tensors in GGUF files, with the block's index."""
@@ -204,7 +204,7 @@ def _check_contents(reader: GGUFReader, path: Path) -> None:
 def _splitting(tokenizer: Any, reader: GGUFReader, path: Path) -> Any:
     """Make a tokenizer that transformers read from a GGUF file split text by the rule that the file names, where
     transformers has GPT-2's rule in its place; changes ``tokenizer`` and returns it. Warns if the rule is unknown."""
-    rule = reader.fields[SPLIT].contents() if SPLIT in reader.fields else AS_GPT2[0]
+    rule = reader.fields[SPLIT].contents() if SPLIT in reader.fields else "default"  # as llama.cpp calls it
     backend = tokenizer.backend_tokenizer
     if rule in AS_GPT2 or not isinstance(backend.pre_tokenizer, ByteLevel):
         return tokenizer
