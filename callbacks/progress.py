@@ -76,9 +76,9 @@ class Progress(Callback):
         if not trainer.is_global_zero:
             return
         done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
-        table, kl = outputs["rollout"].sampled.table, trainer.callback_metrics.get("teacher/kl")
+        table, metrics = outputs["rollout"].sampled.table, outputs["update"].metrics
         values = [f"reward {table.total.mean().item():.3f}"] if table.rewarded else []
-        values += [] if kl is None else [f"KL to the teacher {float(kl):.4f}"]
+        values += [f"KL to the teacher {float(metrics['teacher/kl']):.4f}"] if "teacher/kl" in metrics else []
         if self._rollouts is not None:
             entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))
             self._rollouts.set_postfix_str(", ".join([*values, f"entropy {entropy:.3f} nats"]), refresh=False)
