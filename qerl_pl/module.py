@@ -146,6 +146,11 @@ class QeRLModule(LightningModule):
         if stage == "fit":
             _ = self._replays_routes, self.settings.teacher_folder  # what cannot be used is refused here
             self.settings.check_length(max_steps=self.trainer.max_steps, batch_size=self._data.batch_size)
+            if self.settings.is_own_teacher and not (self.is_rewarded or self.objective.entropy_coefficient):
+                raise ValueError(
+                    f"model.teacher is the policy's own base, {self.settings.folder}, and no reward has a weight: "
+                    "nothing would train the policy; set model.quantize, or give another teacher or a reward"
+                )
             number, taught = self.num_rollouts, self.objective.teacher and self.objective.teacher.rollouts
             if taught is not None and taught < number and not self.is_rewarded:
                 rank_zero_warn(

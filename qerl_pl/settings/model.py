@@ -3,6 +3,7 @@ loaded."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -227,6 +228,12 @@ class ModuleSettings:
     def teacher_folder(self) -> str | None:
         """Checkpoint folder of the teacher; None without a teacher."""
         return self.teacher and self.teacher.folder(self.base, self.folder, longest=self.longest_row)
+
+    @property
+    def is_own_teacher(self) -> bool:
+        """Whether the teacher is the model that the policy is before its first update."""
+        folder = self.teacher_folder
+        return folder is not None and self.lora.start is None and Path(folder).samefile(self.folder)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -91,6 +91,13 @@ def test_settings_that_contradict_each_other_are_refused(run, tmp_path: Path, ca
     assert message in capsys.readouterr().err + str(stop.value)
 
 
+def test_a_policy_that_is_its_own_teacher_needs_a_reward(run, bases, tmp_path, capsys):
+    own = ("--model.base", str(bases["dense"]), "--model.teacher", "{base: dense}")
+    with pytest.raises((SystemExit, ValueError)) as stop:
+        run("fit", tmp_path / "run", *TAUGHT, *own, "--model.rewards", "[]")
+    assert "model.teacher is the policy's own base" in capsys.readouterr().err + str(stop.value)
+
+
 def shortened(teacher: tuple[str, str], folder: Path) -> tuple[str, str]:
     """Copy a teacher to ``folder``, with a configuration of 32 positions."""
     shutil.copytree(yaml.safe_load(teacher[1])["base"], folder)
