@@ -292,8 +292,7 @@ def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
     if lora.start is not None:
         settings["start"] = digest(lora.starts_at.tensors)
     settings["targets"] = sorted(settings["targets"])
-    if not lora.expert_rank:  # runs of versions without adapters on experts have no such entry
-        del settings["expert_rank"]
+    settings["expert_rank"] = lora.expert_rank or 0
     return {"base": base_digest(base), "seed": seed, **{f"lora.{name}": value for name, value in settings.items()}}
 
 
@@ -364,6 +363,7 @@ def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise ValueError if a checkpoint belongs to a run with another base, seed or adapter settings. ``saved`` has
     these values from the checkpoint, ``current`` those of this start; the message lists all differences."""
+    saved = {"lora.expert_rank": 0, **saved}  # checkpoints of earlier versions lack the rank where it is 0
     differences = [
         f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
         f"this start has {json.dumps(value)}{FILES.get(name, '')}"

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from qerl_pl.checkpoint import check_identity, run_identity
 from qerl_pl.memory.parts import adapter_values
 from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import checkpoint_shape
@@ -251,3 +252,16 @@ def test_impossible_settings_are_refused_in_one_line(base, settings, message):
 def test_a_rank_of_experts_is_refused_for_a_base_without_experts():
     with pytest.raises(ValueError, match=r"expert_rank is 4 and model\.base has no experts; set it to null"):
         LoraSettings(expert_rank=4).of_base(0)
+
+
+@pytest.mark.parametrize(("saved", "started"), [(2, 0), (0, 2), (None, 2)])
+def test_a_run_is_not_resumed_with_another_rank_on_experts(base, saved, started):
+    """Checkpoints of earlier versions have no rank (None) where experts had no adapters."""
+    before, now = (
+        run_identity(base=str(base), lora=LoraSettings(expert_rank=rank or 0), seed=0) for rank in (saved, started)
+    )
+    if saved is None:
+        del before["lora.expert_rank"]
+    check_identity(before, run_identity(base=str(base), lora=LoraSettings(expert_rank=saved or 0), seed=0))
+    with pytest.raises(ValueError, match=rf"lora\.expert_rank: the run has {saved or 0}, this start has {started}"):
+        check_identity(before, now)
