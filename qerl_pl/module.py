@@ -144,13 +144,8 @@ class QeRLModule(LightningModule):
                 "model.rewards is empty; expected at least one reward, by which `test` counts right answers"
             )
         if stage == "fit":
-            _ = self._replays_routes, self.settings.teacher_folder  # what cannot be used is refused here
+            _ = self._replays_routes, self.checked_teacher()  # what cannot be used is refused here
             self.settings.check_length(max_steps=self.trainer.max_steps, batch_size=self._data.batch_size)
-            if self.settings.is_own_teacher and not (self.is_rewarded or self.objective.entropy_coefficient):
-                raise ValueError(
-                    f"model.teacher is the policy's own base, {self.settings.folder}, and no reward has a weight: "
-                    "nothing would train the policy; set model.quantize, or give another teacher or a reward"
-                )
             number, taught = self.num_rollouts, self.objective.teacher and self.objective.teacher.rollouts
             if taught is not None and taught < number and not self.is_rewarded:
                 rank_zero_warn(
@@ -175,6 +170,16 @@ class QeRLModule(LightningModule):
             dynamic_sampling=self.settings.dynamic_sampling,
             max_unscored_share=self.settings.max_unscored_share,
         )
+
+    def checked_teacher(self) -> str | None:
+        """Return the teacher's checkpoint folder; None without a teacher. ValueError: the teacher cannot be used, or it
+        is the policy's own base and nothing else would train the policy."""
+        if self.settings.is_own_teacher and not (self.is_rewarded or self.objective.entropy_coefficient):
+            raise ValueError(
+                f"model.teacher is the policy's own base, {self.settings.folder}, and no reward has a weight: nothing "
+                "would train the policy; set model.quantize, or give another teacher or a reward"
+            )
+        return self.settings.teacher_folder
 
     def configure_model(self) -> None:
         """Load the base on this rank's device, add the LoRA adapter and, for training, load the teacher if there is

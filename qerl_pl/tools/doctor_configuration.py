@@ -64,7 +64,7 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         with restored_arguments(), redirect_stderr(printed):
             try:
                 objects.append(training(["fit", *arguments], run_now=False))
-                teacher = objects[0].model.settings.teacher_folder
+                teacher = objects[0].model.checked_teacher()
             except (ValueError, OSError) as error:
                 raise ValueError(of_error(error, sys.argv[1:])) from error
             except SystemExit:  # the parser has printed its error message

@@ -92,10 +92,12 @@ def test_settings_that_contradict_each_other_are_refused(run, tmp_path: Path, ca
 
 
 def test_a_policy_that_is_its_own_teacher_needs_a_reward(run, bases, tmp_path, capsys):
-    own = ("--model.base", str(bases["dense"]), "--model.teacher", "{base: dense}")
+    own = ("--model.base", str(bases["dense"]), "--model.teacher", "{base: dense}", "--model.rewards", "[]")
     with pytest.raises((SystemExit, ValueError)) as stop:
-        run("fit", tmp_path / "run", *TAUGHT, *own, "--model.rewards", "[]")
+        run("fit", tmp_path / "run", *TAUGHT, *own)
     assert "model.teacher is the policy's own base" in capsys.readouterr().err + str(stop.value)
+    assert command(["doctor", "-c", str(TOY), *TAUGHT, *own, "--run_dir", str(tmp_path / "other")]) == 1
+    assert "[no] configuration        model.teacher is the policy's own base" in capsys.readouterr().out
 
 
 def shortened(teacher: tuple[str, str], folder: Path) -> tuple[str, str]:
