@@ -58,7 +58,7 @@ class RolloutStatistics(Callback):
         logged["rollout/unscored_share"] = mean(1 - table.scored.float())
         if table.rewarded:
             logged["rollout/groups_with_signal"] = mean(rollout.sampled.has_signal.float())
-        logged["rollout/groups_discarded"] = number(len(rollout.sampled.has_signal) - rollout.chosen.num_groups)
+        logged["rollout/groups_discarded"] = number(rollout.num_dropped)
         trained = outputs["update"].with_gradient.view(-1, pl_module.sampling.num_completions).any(dim=1)
         logged["rollout/groups_trained"] = number(trained.sum().item())
         logged["rollout/refills"] = float(rollout.num_refills)

@@ -41,6 +41,9 @@ class Rollout:
     """The rows of ``chosen`` as tensors."""
     num_refills: int
     """Number of times that dynamic sampling sampled further prompts."""
+    num_dropped: int
+    """Number of groups that this rank sampled, minus the number of groups that it trains on, some of which other ranks
+    may have sampled. The sum over the ranks is the number of groups that dynamic sampling dropped."""
     num_noisy_norms: int
     """Number of norms whose weights had noise during sampling."""
 
@@ -118,7 +121,7 @@ class RolloutLoop:
         # completion's seed from this seed and the prompt.
         settings = {"sampling": sampling, "seed": derive_seed(seed, "refill"), "baseline": self.baseline}
         sample = partial(self.sample_and_score, **settings, watch=watch)
-        num_refills, in_loss = 0, True
+        num_refills, num_dropped, in_loss = 0, 0, True
         if self.dynamic_sampling is not None:
             sampled, num_refills = self.dynamic_sampling.fill(prompts, more_prompts, sample, watch)
             with watch.phase("wait"):
@@ -127,6 +130,7 @@ class RolloutLoop:
                 with_signal, places = self.dynamic_sampling.choose(sampled, batch_size=batch_size, may_move=same_noise)
             # A batch must not be empty: a rank without groups to train on keeps one, and leaves it out of the loss.
             in_loss, chosen = with_signal is not None, with_signal or sampled.select(torch.arange(1))
+            num_dropped = sampled.num_groups - len(places)
             places = places or [0]
         else:
             sampled = chosen = sample(prompts)
@@ -141,7 +145,7 @@ class RolloutLoop:
                     "at the answers of these prompts, or raise the limit"
                 )
         experience = self._experience(chosen, in_loss=in_loss)
-        rollout = Rollout(sampled, chosen, places, experience, num_refills, num_noisy_norms)
+        rollout = Rollout(sampled, chosen, places, experience, num_refills, num_dropped, num_noisy_norms)
         for observe in self.observers:
             with watch.phase("check"):
                 observe(rollout)

@@ -108,6 +108,16 @@ def test_groups_that_an_update_learns_from_are_counted_and_a_reward_without_righ
     assert curves["rollout/groups_trained"].values == [2.0] * 4, "of 4 groups, 2 have equal rewards"
 
 
+@pytest.mark.slow
+def test_dynamic_sampling_that_keeps_no_group_has_dropped_all(run, tmp_path):
+    equal = '[{"name": "format", "weight": 1.0, "reward": "qerl_pl.rewards.format.think_answer_format"}]'  # 0 for all
+    once = ("--model.dynamic_sampling.max_refills", "1", *SHORT, *UNCHECKED)
+    run("fit", tmp_path, *once, "--model.rewards", equal)
+    curves = read_curves(tmp_path)
+    assert curves["rollout/groups_trained"].values == [0.0] * 4
+    assert curves["rollout/groups_discarded"].values == [8.0] * 4, "4 prompts, and 4 of the refill"
+
+
 EARLIER = ("--trainer.callbacks+=callbacks.gradient_guard.GradientGuard", "--trainer.callbacks.min_steps=2")
 
 
