@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from qerl_pl.common.metrics import Mean, over_ranks
 from qerl_pl.module import QeRLModule
-from qerl_pl.results.curves import SURPRISAL, read_curves
+from qerl_pl.results.curves import SURPRISAL, at_every_step, read_curves
 from qerl_pl.rollout.base import LOWEST_TEMPERATURE
 
 
@@ -30,7 +30,8 @@ class MatchedTemperature(Callback):
 
     Args:
         curve: folder of a run that logged ``rollout/surprisal``, or a JSON file with a list of nats per token, one per
-            rollout; rollouts beyond its end use the last value. A resumed run keeps the values of its first start.
+            rollout; rollouts beyond its end use the last value, and those that the run did not log
+            (``trainer.log_every_n_steps``) interpolated values. A resumed run keeps the values of its first start.
             ``python -m qerl_pl study STUDY.yaml --analyse`` writes such a file for each arm (variant) of a study,
             analysis/surprisal/ARM.json, with the mean over the arm's runs (one per seed).
         gain: gain in the formula above; with a higher one, the entropy comes back to the curve faster.
@@ -107,7 +108,10 @@ def _read(path: Path) -> list[float]:
         curves = read_curves(path)
         if SURPRISAL not in curves:
             raise ValueError(f"curve {path} is the folder of a run that did not log {SURPRISAL}")
-        return curves[SURPRISAL].values
+        values = at_every_step(curves[SURPRISAL])
+        if not all(map(_is_target, values)):
+            raise ValueError(f"curve {path} is a run whose {SURPRISAL} is not above 0 in every rollout; choose another")
+        return values
     if not path.is_file():
         raise ValueError(f"curve {path} does not exist; expected a run's folder, or a JSON list of nats per rollout")
     try:

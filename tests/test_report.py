@@ -41,6 +41,14 @@ def test_a_run_with_a_teacher_is_summarised_by_its_kl(run):
     assert summary["KL to the teacher (nats per token, mean of 5), last"] == pytest.approx(0.3)
 
 
+def test_the_steps_of_a_run_that_logs_every_fourth_of_them_are_all_counted(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step in (3, 7, 11):
+            writer.add_scalar("time/step_s", 2.0, step)
+    summary = summarize(read_curves(tmp_path))
+    assert (summary["RL steps"], summary["seconds in RL steps"]) == (12, 24)
+
+
 @pytest.mark.parametrize("kept", [0.3, 0.5, 0.99])
 def test_of_a_file_that_was_cut_the_rest_is_read_and_the_gap_said(run, capsys, kept):
     data = events(run).read_bytes()

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, median_high
 from typing import NamedTuple
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (generated)
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util.tensor_util import make_ndarray
@@ -65,6 +66,12 @@ def read_curves(run: Path) -> dict[str, Curve]:
     for scalar in sorted(scalars, key=lambda scalar: scalar.time):
         latest.setdefault(scalar.tag, {})[scalar.step] = scalar
     return {tag: _curve([by_step[step] for step in sorted(by_step)]) for tag, by_step in latest.items()}
+
+
+def at_every_step(curve: Curve) -> list[float]:
+    """Return the values of a curve at all steps from 0 to its last one. Between two steps at which the scalar was
+    logged, they are interpolated linearly; before the first one, they are its value."""
+    return np.interp(range(curve.steps[-1] + 1), curve.steps, curve.values).tolist()
 
 
 def _curve(scalars: list[Scalar]) -> Curve:
@@ -132,7 +139,8 @@ def summarize(curves: Mapping[str, Curve]) -> dict[str, float]:
     if speed := curves.get("throughput/rollout_tokens_per_s"):
         summary["rollout tokens/s (median)"] = median_high(speed.values)
     if steps := curves.get("time/step_s"):
-        summary |= {"seconds in RL steps": sum(steps.values), "RL steps": float(len(steps.values))}
+        seconds = at_every_step(steps)  # also of the steps that trainer.log_every_n_steps left out
+        summary |= {"seconds in RL steps": sum(seconds), "RL steps": float(len(seconds))}
     sigma = curves.get("aqn/sigma")
     noise = dict(zip(sigma.steps, sigma.values, strict=True)) if sigma else {}
     for statistic in ("mean_abs", "max"):

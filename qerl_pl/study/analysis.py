@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.results.curves import SURPRISAL, Curve, read_curves
+from qerl_pl.results.curves import SURPRISAL, Curve, at_every_step, read_curves
 from qerl_pl.study import state
 from qerl_pl.study.readouts import Curves, entropy_at, equal_reward, readouts
 from qerl_pl.study.statistics import (
@@ -259,9 +259,9 @@ def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     write_whole(folder / "readouts.csv", rows.getvalue())
     write_whole(folder / "comparisons.jsonl", "".join(json.dumps(_record(one)) + "\n" for one in judged))
     for group in groups:
-        if surprisal := group.mean_curves().get(SURPRISAL):
+        if (surprisal := group.mean_curves().get(SURPRISAL)) and surprisal.steps:
             file = folder / "surprisal" / f"{group.name.replace(' ', '_')}.json"
-            write_whole(file, json.dumps(surprisal.values) + "\n")
+            write_whole(file, json.dumps(at_every_step(surprisal)) + "\n")
     return text
 
 

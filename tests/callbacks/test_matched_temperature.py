@@ -88,3 +88,22 @@ def test_the_curve_of_a_run_is_that_of_its_event_files(tmp_path):
             writer.add_scalar("rollout/surprisal", value, step)
     matched.setup(nothing, nothing, "fit")
     assert [matched._target(rollout) for rollout in range(3)] == [0.5, 0.25, 0.25]
+
+
+def test_a_curve_that_was_not_logged_in_every_rollout_is_read_by_its_steps(tmp_path):
+    nothing: Any = None
+    matched = MatchedTemperature(str(tmp_path))
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step, value in ((1, 0.5), (3, 0.25)):  # as with trainer.log_every_n_steps 2
+            writer.add_scalar("rollout/surprisal", value, step)
+    matched.setup(nothing, nothing, "fit")
+    assert [matched._target(rollout) for rollout in range(5)] == [0.5, 0.5, 0.375, 0.25, 0.25]
+
+
+def test_a_run_that_sampled_without_any_entropy_is_no_curve(tmp_path):
+    nothing: Any = None
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step, value in enumerate([0.5, 0.0]):
+            writer.add_scalar("rollout/surprisal", value, step)
+    with pytest.raises(ValueError, match="is not above 0 in every rollout"):
+        MatchedTemperature(str(tmp_path)).setup(nothing, nothing, "fit")

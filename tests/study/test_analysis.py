@@ -161,6 +161,17 @@ def test_the_command_writes_tables_and_curves_and_touches_no_run(study, tmp_path
     assert {file: file.stat().st_mtime_ns for file in (study.output / "runs").rglob("*")} == before
 
 
+def test_the_surprisal_of_an_arm_has_a_value_for_each_rollout_also_if_not_all_were_logged(tmp_path):
+    study = Study(tmp_path / "out", {"bf16": {}}, [0, 1])
+    for run in study.runs():
+        state.keep(run.folder, done={"fit": 1.0})
+        with SummaryWriter(str(run.folder)) as writer:
+            for step in (1, 3):  # as with trainer.log_every_n_steps 2
+                writer.add_scalar("rollout/surprisal", float(step + run.seed), step)
+    write_files(study, gather(study), tmp_path)
+    assert json.loads((tmp_path / "surprisal" / "bf16.json").read_text()) == [1.5, 1.5, 2.5, 3.5]
+
+
 def test_a_study_without_a_finished_run_is_an_error(tmp_path, capsys):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({"arms": {"a": {}}, "seeds": [0]}))
