@@ -49,6 +49,17 @@ def test_the_steps_of_a_run_that_logs_every_fourth_of_them_are_all_counted(tmp_p
     assert (summary["RL steps"], summary["seconds in RL steps"]) == (12, 24)
 
 
+def test_the_validation_before_the_first_rollout_is_not_lost_if_there_is_one_after_each(tmp_path):
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step, value in ((0, 0.1), (0, 0.2), (1, 0.3)):  # Lightning's step for both is 0
+            writer.add_scalar("val/accuracy", value, step)
+            writer.add_scalar("train/reward", value, step)
+    curves = read_curves(tmp_path)
+    assert curves["val/accuracy"].steps == [-1, 0, 1]
+    assert curves["val/accuracy"].values == pytest.approx([0.1, 0.2, 0.3])
+    assert curves["train/reward"].steps == [0, 1]
+
+
 @pytest.mark.parametrize("kept", [0.3, 0.5, 0.99])
 def test_of_a_file_that_was_cut_the_rest_is_read_and_the_gap_said(run, capsys, kept):
     data = events(run).read_bytes()

@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median_high
@@ -41,9 +42,10 @@ class Curve(NamedTuple):
 def read_curves(run: Path) -> dict[str, Curve]:
     """Read all scalars of a run from its TensorBoard event files; returns, for each scalar's name, its values with the
     steps at which they were logged. If a resumed run logged a scalar a second time at the same step, the later value is
-    taken. What earlier starts had logged for steps after the first one of a later start is left out, because a run that
-    goes on from an older checkpoint does these steps again. Parts of a damaged event file that cannot be read are
-    skipped, with a warning on stderr.
+    taken. A validation before the first rollout has the step -1 if the one after that rollout was logged at step 0 too.
+    What earlier starts had logged for steps after the first one of a later start is left out, because a run that goes
+    on from an older checkpoint does these steps again. Parts of a damaged event file that cannot be read are skipped,
+    with a warning on stderr.
 
     Raises:
         ValueError: there is no event file, or none with a readable scalar.
@@ -54,7 +56,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
     starts: list[list[Scalar]] = []
     for path in files:
         of_file, lost = read_scalars(path)
-        starts += [of_file] if of_file else []
+        starts += [_first_validation_apart(of_file)] if of_file else []
         if lost:
             print(f"warning: {path} is damaged or cut off: {lost} bytes of it are left out", file=sys.stderr)
     scalars: list[Scalar] = []
@@ -66,6 +68,18 @@ def read_curves(run: Path) -> dict[str, Curve]:
     for scalar in sorted(scalars, key=lambda scalar: scalar.time):
         latest.setdefault(scalar.tag, {})[scalar.step] = scalar
     return {tag: _curve([by_step[step] for step in sorted(by_step)]) for tag, by_step in latest.items()}
+
+
+def _first_validation_apart(scalars: list[Scalar]) -> list[Scalar]:
+    """Set the step of the validation before the first rollout to -1 if there was also a validation after the first
+    rollout (``trainer.val_check_interval`` 1), as Lightning logs both at step 0. ``scalars`` are those of one start."""
+    left = Counter(scalar.tag for scalar in scalars if scalar.step == 0 and scalar.tag.startswith("val/"))
+    apart = []
+    for scalar in scalars:
+        of_both = scalar.step == 0 and left[scalar.tag] > 1
+        apart.append(scalar._replace(step=-1) if of_both else scalar)
+        left[scalar.tag] -= of_both
+    return apart
 
 
 def at_every_step(curve: Curve) -> list[float]:
