@@ -65,9 +65,9 @@ class Objective:
             Not for "cispo", whose bounds hold for both signs.
         baseline: how the rewards of a group (the completions of a prompt) become advantages: the group's mean is
             subtracted ("centered"), and the difference divided by the group's std ("normalized") or by that of all
-            rewards of the rollout ("batch_normalized"); or the mean of the other completions is subtracted
-            ("leave_one_out"); or the import path of a function of your own (docs/extending.md). null: "centered" with
-            the "constant" aggregation (Dr. GRPO), else "normalized".
+            rewards of the rollout, without groups that dynamic sampling dropped ("batch_normalized"); or the mean of
+            the other completions is subtracted ("leave_one_out"); or the import path of a function of your own
+            (docs/extending.md). null: "centered" with the "constant" aggregation (Dr. GRPO), else "normalized".
         ratio_against: denominator of the surrogate's ratio. "trainer": the trainer's probabilities before the first
             update, so the ratio starts at 1 and contains no noise. "sampler": the engine's probabilities, noise
             included, as in Algorithm 1 of arXiv 2510.11696, whose old policy is the noisy one; the clip bounds then
@@ -90,7 +90,8 @@ class Objective:
         rejection: bounds on a completion's ratio of trainer to sampler, outside of which the whole completion is left
             out of the loss, in addition to the importance weights. This ratio is the product of the tokens' ratios with
             ``level`` "sequence", their geometric mean with "geometric". null: none.
-        filter_truncated: leave out completions that were cut off at max_tokens (DAPO's overlong filtering).
+        filter_truncated: leave completions that were cut off at max_tokens out of the loss (DAPO's overlong filtering).
+            Their rewards still count in the mean and std of their group.
         kl_coefficient: coefficient of the KL to the reference, which is the policy at the start of the run (the base,
             or the base with the adapter of model.lora.start); with 0, the reference is not computed.
         kl: estimator of the KL. With kl_in "loss": "k3" (GRPO's; its gradient is that of KL(reference || policy)) or
