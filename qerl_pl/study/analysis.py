@@ -131,13 +131,19 @@ def differences(one: Group, other: Group, readout: str) -> list[float]:
     return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
 
 
+def less_is_better(readout: str) -> bool:
+    """Return whether lower values of a readout are better: of a difference between trainer and sampler, of seconds and
+    of memory."""
+    return readout.startswith(("gap", "seconds", "GPU memory"))
+
+
 def rank_collapsed_last(groups: Sequence[Group], readout: str) -> None:
-    """Replace those values of a readout (a number that summarises a run) that are NaN or infinite by the lowest finite
+    """Replace those values of a readout (a number that summarises a run) that are NaN or infinite by the worst finite
     value of all runs, in place, so that a run whose training collapsed counts against its configuration."""
     finite = [value for group in groups for value in group.values(readout) if math.isfinite(value)]
     for values in (values for group in groups for values in group.runs.values()):
         if finite and not math.isfinite(values.get(readout, 0.0)):
-            values[readout] = min(finite)
+            values[readout] = max(finite) if less_is_better(readout) else min(finite)
 
 
 def names_of(groups: Sequence[Group]) -> list[str]:
@@ -162,7 +168,7 @@ def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
     ]
     head = (
         f"{len(runs)} runs have readouts that are not finite (NaN or infinite). In the readout that decides the study, "
-        f"{study.analysis.metric}, these runs get the lowest value of all runs; means and comparisons of other "
+        f"{study.analysis.metric}, these runs get the worst value of all runs; means and comparisons of other "
         "readouts leave them out:"
     )
     return ["", head, "", *runs] if runs else []
@@ -215,7 +221,7 @@ def _best_points(study: Study, groups: Sequence[Group]) -> list[str]:
         means = {group.point: mean(group.values(metric)) for group in groups if group.arm == arm}
         means = {point: estimate.value for point, estimate in means.items() if estimate.num}
         if len(means) > 1:
-            best = max(means, key=means.__getitem__)
+            best = (min if less_is_better(metric) else max)(means, key=means.__getitem__)
             lines.append(f"- {arm}: {best} (mean {_number(means[best])}; {len(means)} points)")
     return ["", f"## Best points of the grid, by {metric}", "", *lines] if lines else []
 

@@ -13,9 +13,17 @@ from torch.utils.tensorboard import SummaryWriter
 from qerl_pl.__main__ import main as command
 from qerl_pl.results.curves import Curve
 from qerl_pl.study import state
-from qerl_pl.study.analysis import all_compared, compared, gather, not_finite, tables, write_files
+from qerl_pl.study.analysis import (
+    all_compared,
+    compared,
+    gather,
+    not_finite,
+    rank_collapsed_last,
+    tables,
+    write_files,
+)
 from qerl_pl.study.readouts import area, entropy_at, equal_reward, pass_at_k, readouts, smooth
-from qerl_pl.study.study_file import Run, Study
+from qerl_pl.study.study_file import Analysis, Run, Study
 
 GAIN = {"bf16": 0.0, "nvfp4": 0.1, "nvfp4+aqn": 0.0}
 
@@ -197,6 +205,24 @@ def test_a_readout_that_is_not_finite_is_named_and_left_out_of_it_and_the_decidi
     records = map(json.loads, (tmp_path / "comparisons.jsonl").read_text().splitlines())
     [number] = [one["num"] for one in records if (one["readout"], one["one"]) == (metric, "nvfp4")]
     assert number == len(study.seeds)
+
+
+def test_a_collapsed_run_is_the_worst_also_if_lower_values_are_better(study):
+    for metric, worst in (("gap", max), ("seconds per step", max), ("final reward", min)):
+        groups = gather(study)
+        groups[0].runs[1][metric] = 99.0 if worst is max else -99.0
+        groups[1].runs[2][metric] = float("nan")
+        rank_collapsed_last(groups, metric)
+        assert groups[1].runs[2][metric] == worst(-99.0, 99.0), metric
+
+
+def test_the_best_point_by_a_readout_of_which_less_is_better_has_the_lowest_mean(tmp_path):
+    grid = {"model.optimizer.init_args.lr": [1e-4, 3e-4]}
+    study = Study(tmp_path / "out", {"bf16": {}}, [0], grid=grid, analysis=Analysis(metric="gap"))
+    for run in study.runs():
+        log(run.folder, {"gap/mean_abs": [10 * run.point["model.optimizer.init_args.lr"]]})
+        state.keep(run.folder, done={"fit": 1.0})
+    assert "- bf16: lr=0.0001 (mean 0.001; 2 points)" in tables(study, gather(study), [])
 
 
 def test_a_plan_that_can_accept_nothing_is_refused_before_its_runs(tmp_path, capsys):
