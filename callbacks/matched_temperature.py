@@ -23,10 +23,10 @@ class MatchedTemperature(Callback):
 
     Noise raises the entropy of rollouts. A run without noise but with equal entropy is the control that shows whether
     noise has other effects too. The curve has one value of ``rollout/surprisal`` per rollout: the mean -log p of the
-    sampled tokens under the distribution that they were sampled from, noise and temperature included, which is an
-    unbiased estimate of the entropy of this distribution. After each rollout the temperature is multiplied by exp(gain
-    (target - surprisal) / target), where surprisal is the rollout's value and target the curve's value for the next
-    rollout. The temperature of validations does not change.
+    sampled tokens under the distribution that they were sampled from, noise and temperature included, which estimates
+    the entropy of this distribution. After each rollout the temperature is multiplied by exp(gain (target - surprisal)
+    / target), where surprisal is the rollout's value and target the curve's value for the next rollout. The temperature
+    of validations does not change.
 
     Args:
         curve: folder of a run that logged ``rollout/surprisal``, or a JSON file with a list of nats per token, one per
