@@ -11,7 +11,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from qerl_pl.common.files import write_whole
-from qerl_pl.evaluation.pass_at_k import accuracy, bootstrap_interval
+from qerl_pl.evaluation.pass_at_k import accuracy, score_interval
 from qerl_pl.module import QeRLModule
 
 
@@ -55,7 +55,7 @@ def summarize(rows: list[dict[str, Any]], *, n: int, name: str) -> dict[str, Any
     right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]
     accuracies = {}
     for key, values in accuracy(right, n).items():
-        low, high = bootstrap_interval(values)
+        low, high = score_interval(values, n)
         accuracies[key] = {"mean": values.mean().item(), "low": low, "high": high}
     return {
         "num_problems": len(right),

@@ -1,8 +1,12 @@
-"""Compute pass@k and avg@n (the mean accuracy) from n completions of each of P problems, and bootstrap confidence
-intervals of means."""
+"""Compute pass@k and avg@n (the mean accuracy) from n completions of each of P problems, and confidence intervals of
+their means over the problems."""
+
+import math
 
 import torch
 from torch import Tensor
+
+Z = 1.959964  # a standard normal variable is within +-Z with a probability of 95 %
 
 
 def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
@@ -33,10 +37,19 @@ def accuracy(num_correct: Tensor, n: int) -> dict[str, Tensor]:
     }
 
 
-def bootstrap_interval(values: Tensor) -> tuple[float, float]:
-    """Compute the 95 % percentile bootstrap interval of the mean of ``values`` [P], one per problem. Returns its lower
-    and upper end. It uses 2000 random draws of P problems with replacement; the seed is fixed, so equal values give an
-    equal interval."""
-    rows = torch.randint(len(values), (2000, len(values)), generator=torch.Generator().manual_seed(0))
-    low, high = torch.quantile(values.double()[rows].mean(dim=1), values.new_tensor([0.025, 0.975]).double()).tolist()
-    return low, high
+def score_interval(values: Tensor, n: int) -> tuple[float, float]:
+    """Compute the 95 % interval of the mean over problems of avg@n or pass@k, whose ``values`` [P] are one number from
+    0 to 1 per problem, computed from ``n`` completions each. Returns its lower and upper end.
+
+    It is Wilson's score interval. That is an interval for binary values, so P is replaced by the number of binary
+    values of the same mean whose mean would have the same variance: P if n is 1, at most P n. Unlike a bootstrap
+    interval or mean +- 1.96 standard errors, it is not a single point if no problem is solved, or all are.
+    """
+    mean, number = values.double().mean().item(), float(len(values))
+    if 0 < mean < 1:
+        of_binary = mean * (1 - mean)
+        number *= of_binary / max(values.double().var(correction=0).item(), of_binary / n)
+    centre = mean + Z**2 / (2 * number)
+    half = Z * math.sqrt(mean * (1 - mean) / number + (Z / (2 * number)) ** 2)
+    scale = 1 + Z**2 / number
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)

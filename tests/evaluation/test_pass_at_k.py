@@ -1,5 +1,5 @@
-"""Tests that pass@k equals the share of all choices of k completions that contain a right one, and that the bootstrap
-interval covers the true value as often as stated."""
+"""Tests that pass@k equals the share of all choices of k completions that contain a right one, and that its interval
+covers the true value as often as stated."""
 
 from itertools import combinations
 
@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
-from qerl_pl.evaluation.pass_at_k import bootstrap_interval, pass_at_k
+from qerl_pl.evaluation.pass_at_k import pass_at_k, score_interval
 
 
 @given(st.integers(1, 8), st.data())
@@ -39,12 +40,34 @@ def test_what_cannot_be_is_refused(correct, n, k):
         pass_at_k(torch.tensor(correct), n, k)
 
 
-def test_the_interval_covers_the_mean_about_as_often_as_it_says():
-    generator = torch.Generator().manual_seed(0)
-    hits = 0
-    for _ in range(200):
-        values = (torch.rand(100, generator=generator) < 0.3).double()
-        low, high = bootstrap_interval(values)
-        hits += low <= 0.3 <= high
-    assert 0.88 <= hits / 200 <= 0.99
-    assert bootstrap_interval(torch.ones(5)) == (1.0, 1.0)
+@pytest.mark.parametrize("share", [0.03, 0.3, 0.5, 0.97])
+@pytest.mark.parametrize("num_problems", [30, 100])
+def test_the_interval_covers_the_mean_about_as_often_as_it_says(num_problems, share):
+    values = torch.rand(2000, num_problems, generator=torch.Generator().manual_seed(0)) < share
+    intervals = [score_interval(row, 1) for row in values.double()]
+    assert 0.92 <= sum(low <= share <= high for low, high in intervals) / len(intervals) <= 0.99
+
+
+def test_the_interval_is_over_problems_and_not_over_completions():
+    generator, n = torch.Generator().manual_seed(0), 8
+    chances = 0.05 + 0.9 * torch.rand(1000, 60, generator=generator)  # problems are not equally hard
+    right = torch.bernoulli(chances.unsqueeze(2).expand(-1, -1, n), generator=generator).sum(dim=2)
+    for k in (1, 2):
+        true = (1 - (1 - chances) ** k).mean().item()
+        intervals = [score_interval(pass_at_k(row, n, k), n) for row in right.long()]
+        assert 0.93 <= sum(low <= true <= high for low, high in intervals) / len(intervals) <= 0.97, k
+
+
+def test_an_interval_is_wilsons_for_one_completion_and_no_point_where_none_or_all_are_right():
+    for right, num_problems in ((0, 30), (30, 30), (1, 2), (17, 60), (1, 1)):
+        values = torch.arange(num_problems) < right
+        low, high = score_interval(values.double(), 1)
+        wilson = binomtest(right, num_problems).proportion_ci(method="wilson")
+        assert (low, high) == pytest.approx((wilson.low, wilson.high), abs=1e-6)
+        assert low < right / num_problems < high or right in (0, num_problems)
+        assert high - low > 0.1
+
+
+def test_problems_that_do_not_differ_count_as_their_completions():
+    few, many = (score_interval(torch.full((size,), 0.5), 64 // size) for size in (4, 16))
+    assert few == pytest.approx(many)
