@@ -15,6 +15,7 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.loggers import log_completions
 from qerl_pl.common.types import Experience
 from qerl_pl.module import QeRLModule
+from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.token_file import RowTokens, write_tokens
 from qerl_pl.update import UpdateReport
 
@@ -34,7 +35,8 @@ class CompletionLogger(Callback):
         tokens_every: one in this many of the written rollouts also gets a file ``train-000010.safetensors`` with values
             of each token, which ``python -m qerl_pl report --html`` shows: its log-probability, the entropy, the
             difference between the log-probabilities of trainer and sampler and, with a teacher, between those of
-            teacher and trainer. It has ten or twelve bytes per token. 0: no such files.
+            teacher and trainer. It has ten or twelve bytes per token, and no values of completions that dynamic
+            sampling dropped. 0: no such files.
 
     Example:
         trainer:
@@ -56,7 +58,7 @@ class CompletionLogger(Callback):
             path = _path(trainer, f"train-{index:06d}.jsonl")
             of_tokens = path.with_suffix(".safetensors")
             if self.tokens_every and index // self.every % self.tokens_every == 0:
-                _write_tokens(trainer, pl_module, of_tokens, outputs["update"])
+                _write_tokens(trainer, pl_module, of_tokens, outputs["rollout"], outputs["update"])
             elif trainer.is_global_zero:
                 of_tokens.unlink(missing_ok=True)  # of a start with another interval, and of other completions
             self._write(trainer, path, rows, "completions/train", index)
@@ -86,13 +88,33 @@ def _path(trainer: Trainer, name: str) -> Path:
     return Path(trainer.default_root_dir) / "completions" / name
 
 
-def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, update: UpdateReport) -> None:
-    tokens = ranks.gather_groups(rows_of(update), pl_module.sampling.num_completions)
+def _write_tokens(trainer: Trainer, pl_module: QeRLModule, path: Path, rollout: Rollout, update: UpdateReport) -> None:
+    size = pl_module.sampling.num_completions
+    tokens = rows_of(update)
+    if pl_module.settings.dynamic_sampling is None:
+        tokens = ranks.gather_groups(tokens, size)
+    else:
+        tokens = _as_sampled(rollout, tokens, size)
     if trainer.is_global_zero:
         path.parent.mkdir(parents=True, exist_ok=True)
         occurring = torch.cat([row.ids for row in tokens]).unique().tolist()
         texts = pl_module.loop.tokenizer.batch_decode([[token] for token in occurring])
         write_tokens(path, tokens, dict(zip(occurring, texts, strict=True)))
+
+
+def _as_sampled(rollout: Rollout, tokens: list[RowTokens], size: int) -> list[RowTokens]:
+    """Gather the values of tokens from all ranks, and return them in the order in which the completions of the rollout
+    were sampled, ``size`` for each prompt. Completions that dynamic sampling dropped have no tokens. ``tokens`` are
+    those of the completions that this rank trains on."""
+    both = rollout.sampled, rollout.chosen
+    sampled, chosen = ([(prompt.tokens, prompt.copy) for prompt in batch.prompts[::size]] for batch in both)
+    known: dict[Any, list[RowTokens]] = {}
+    for groups in ranks.gather_values({key: tokens[i * size : (i + 1) * size] for i, key in enumerate(chosen)}):
+        known |= groups
+    nothing = torch.empty(0)
+    has_teacher = any(row.teacher is not None for row in tokens)
+    none = RowTokens(nothing.long(), nothing, nothing, nothing, 0.0, nothing if has_teacher else None)
+    return [row for key in ranks.gather_groups(sampled, 1) for row in known.get(key, [none] * size)]
 
 
 def rows_of(update: UpdateReport) -> list[RowTokens]:

@@ -40,7 +40,8 @@ class FileTokens:
     ids: Tensor
     """[N] int32."""
     offsets: Tensor
-    """[B + 1] int64: completion b has the tokens offsets[b] to offsets[b + 1] - 1."""
+    """[B + 1] int64: completion b has the tokens offsets[b] to offsets[b + 1] - 1. It has none if dynamic sampling
+    dropped it."""
     logprobs: Tensor
     """[N] fp16, nats."""
     gap: Tensor

@@ -20,6 +20,7 @@ from qerl_pl.policy.policy import load_policy
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.token_file import read_tokens
 from qerl_pl.tools.model_card import model_card
+from qerl_pl.tools.page.completions import block
 from tests.integration.conftest import IN_BACKGROUND, ROOT, SHORT, UNCHECKED, VLLM, load_last
 from tests.integration.test_families import assert_stock_libraries_agree
 
@@ -116,6 +117,24 @@ def test_dynamic_sampling_that_keeps_no_group_has_dropped_all(run, tmp_path):
     curves = read_curves(tmp_path)
     assert curves["rollout/groups_trained"].values == [0.0] * 4
     assert curves["rollout/groups_discarded"].values == [8.0] * 4, "4 prompts, and 4 of the refill"
+
+
+@pytest.mark.slow
+def test_token_values_belong_to_their_completions_if_dynamic_sampling_drops_some(run, tmp_path):
+    half = '[{"name": "half", "weight": 1.0, "reward": "tests.integration.toy.half_of_a_batch"}]'
+    run("fit", tmp_path, *SHORT, *UNCHECKED, "--model.rewards", half, "--model.dynamic_sampling.max_refills", "1")
+    file = tmp_path / "completions" / "train-000000.jsonl"
+    rows, tokens = block(file, 0)["rows"], read_tokens(file.with_suffix(".safetensors"))
+    assert len(rows) == 8 * 4, "the batch and a refill, of each of which the first half has a signal"
+    counts = tokens.offsets.diff().tolist()
+    kept = [*[True] * 8, *[False] * 8] * 2
+    assert counts == [row["n"] * keep for row, keep in zip(rows, kept, strict=True)]
+    assert [bool(row["t"]) for row in rows] == kept
+    assert [advantage != 0 for advantage in tokens.advantages.tolist()] == kept
+    texts = ["".join(tokens.pieces[token] for token in part.tolist()) for part in tokens.ids.split(counts)]
+    for text, row in zip(texts, rows, strict=True):  # bytes above 127 are parts of characters
+        sampled, written = (re.sub(r"[^\x00-\x7f]", "", whole) for whole in (text, row["c"]))
+        assert sampled.startswith(written) or not text, "an end token is only in the tokens"
 
 
 EARLIER = ("--trainer.callbacks+=callbacks.gradient_guard.GradientGuard", "--trainer.callbacks.min_steps=2")

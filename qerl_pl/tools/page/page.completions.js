@@ -121,7 +121,7 @@ function drawDetail() {
       (row.v === undefined ? "" : `, advantage ${number(row.v)}`) + `, ${row.n} tokens${row.f ? "" : ", cut off at the limit"}`),
     table(["reward", "score", make("span", {}, "reason")], rewards),
     make("h3", {}, "Prompt"), make("div", { class: "text" }, row.p), make("h3", {}, "Completion"),
-    row.t ? buttons : make("p", { class: "hint" }, "Values of single tokens were not written for this rollout."),
+    row.t ? buttons : make("p", { class: "hint" }, "Values of single tokens were not written for this completion."),
     make("p", { class: "hint key" }, row.t ? KEY[COLOURINGS[colouring]] : ""), tokens(row),
     make("h3", {}, "Known answer"), make("div", { class: "text" }, row.a));
 }
