@@ -196,7 +196,11 @@ def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], coll
     lines += collapsed
     lines += ["", "## Readouts", "", *_table(["", *(group.name for group in groups)], [counts, *rows])]
     lines += _best_points(study, groups)
-    lines += ["", f"## Decided by: {metric}", "", *_comparisons([one for one in judged if one.readout == metric])]
+    lines += ["", f"## Decided by: {metric}", ""]
+    if metric in names_of(groups):
+        lines += _comparisons([one for one in judged if one.readout == metric])
+    else:
+        lines.append(f"No finished run has this readout (key `analysis`). There are: {', '.join(names_of(groups))}.")
     lines += ["", "## Other readouts, not decided by", ""]
     lines += _comparisons([one for one in judged if one.readout != metric])
     return "\n".join(lines) + "\n"

@@ -207,6 +207,15 @@ def test_a_readout_that_is_not_finite_is_named_and_left_out_of_it_and_the_decidi
     assert number == len(study.seeds)
 
 
+def test_a_deciding_readout_that_no_run_has_is_said_with_those_that_there_are(study):
+    misspelt = replace(study, analysis=Analysis(metric="area under acuracy"))
+    groups = gather(misspelt)
+    text = tables(misspelt, groups, all_compared(misspelt, groups))
+    [said] = [line for line in text.splitlines() if line.startswith("No finished run has this readout")]
+    assert "area under accuracy, " in said
+    assert "No two arms" not in text
+
+
 def test_a_collapsed_run_is_the_worst_also_if_lower_values_are_better(study):
     for metric, worst in (("gap", max), ("seconds per step", max), ("final reward", min)):
         groups = gather(study)
