@@ -138,6 +138,10 @@ def _constructor_of(error: BaseException) -> str:
 def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
     """Rewrite jsonargparse's description of an error at a setting; an unknown name is followed by the most similar
     one."""
+    if no_path := re.match(
+        r"(?:Type typing.Callable.* but got|Does not implement protocol .* Got value:) (\S+)", cause
+    ):
+        return _expected(place, no_path[1].rstrip("."), f"a class by its path{_such_as(place)}", arguments)
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
     place = ": ".join(filter(None, [place, *named, *re.findall(f"{KEY}:", cause)[-1:]]))
@@ -168,8 +172,7 @@ def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
     if value := re.search(r"Expected a (.+?)\. Got value: (.*?)(?:\. Got value: |$)", cause):
         return _expected(place, value[2], _kind(value[1]), arguments)
     if path := re.search(r"Expected a dot import path string: (.+)", cause):
-        example = f", such as {EXAMPLES[place]}" if place in EXAMPLES else ""
-        return _expected(place, path[1], f"a function or class by its path{example}", arguments)
+        return _expected(place, path[1], f"a function or class by its path{_such_as(place)}", arguments)
     if classes:
         cause = re.sub(r"^Problem with given class_path '[\w.]+': ", "", cause)
     return f"{place}: {cause[:300]}" if place else cause[:300]
@@ -185,6 +188,10 @@ def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> s
     near = get_close_matches(value, re.findall(r"'(\w+)'", kinds), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"{place} is {value[:100]!r}{where}; expected {kinds}{hint}"
+
+
+def _such_as(place: str) -> str:
+    return f", such as {EXAMPLES[place]}" if place in EXAMPLES else ""
 
 
 def _kind(text: str) -> str:

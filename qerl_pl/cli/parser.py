@@ -5,6 +5,7 @@ has its value."""
 import re
 import sys
 from collections.abc import Sequence
+from contextvars import Context
 from enum import Enum
 from functools import cache
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 
+from qerl_pl.cli.checks import check_groups
 from qerl_pl.cli.errors import in_short
 from qerl_pl.cli.help_text import TITLES, HelpFormatter
 from qerl_pl.objective.objective import completed
@@ -42,8 +44,14 @@ class Parser(LightningArgumentParser):
 
     def dump(self, namespace: Namespace, *args: Any, **named: Any) -> str:
         """Write a configuration as YAML in which the objective's nulls are replaced by the values that its preset and
-        other settings imply."""
+        other settings imply. Null is refused as in ``validate``, but ``--print_config`` prints it for a setting without
+        a default that is not given."""
         namespace = namespace.clone()
+        check_groups(self.groups or (), namespace)
+        defaults = {action.dest: action.default for action in self._actions}
+        values = {key: value for key, value in namespace.items() if value is not None or defaults.get(key) is not None}
+        # in another context, because --print_config switches all checks off in its own
+        Context().run(self._refuse_nulls, Namespace(values), skip_required=True)
         for key in [key for key, value in namespace.items(branches=True) if isinstance(value, Namespace)]:
             if key.endswith("model.objective"):
                 namespace[key] = Namespace(completed(vars(namespace[key])))
@@ -54,8 +62,10 @@ class Parser(LightningArgumentParser):
         a value that is not given, accepts it everywhere, so the command line's parser checks values a second time with
         another object in place of None."""
         super().validate(*args, **named)
-        if not self._subcommands_action:  # the parser of a subcommand, or of a class in the settings
-            return
+        if self._subcommands_action:  # not the parser of a subcommand, or of a class in the settings
+            self._refuse_nulls(*args, **named)
+
+    def _refuse_nulls(self, *args: Any, **named: Any) -> None:
         set_parsing_settings(unset_sentinel=True)
         try:
             super().validate(*args, **named)

@@ -3,7 +3,7 @@
 import pytest
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.cli.errors import OTHER_NAMES, in_short
+from qerl_pl.cli.errors import EXAMPLES, OTHER_NAMES, in_short
 from qerl_pl.cli.yaml_files import BASE_CONFIG
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
@@ -59,6 +59,18 @@ def test_a_class_that_lacks_methods_of_a_protocol_is_told_which(tmp_path, monkey
     assert said == (
         f"data.source is half_a_source.Mine; expected a class with these methods, annotated like this: {methods}"
     )
+
+
+def test_a_class_that_is_not_given_has_an_example():
+    no_class = (
+        "Type typing.Callable[[X], Y] expects a function or a callable class: Expected an import path, but got None."
+    )
+    no_engine = "Does not implement protocol RolloutEngine. Got value: None Subclass types expect one of"
+    for name, cause in (("optimizer", f"{no_class} Got value: None"), ("engine", no_engine)):
+        message = in_short(f'Parser key "model.{name}":\n  - {cause}', keys=KEYS, arguments=["-c", "mine.yaml"])
+        assert message == (
+            f"model.{name} is null, or not given; expected a class by its path, such as {EXAMPLES[f'model.{name}']}"
+        )
 
 
 def test_the_line_to_blame_has_the_whole_name(tmp_path):

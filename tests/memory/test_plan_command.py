@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def test_what_backward_recomputes_is_chosen_and_said_with_what_it_costs(bases, c
     assert re.search(r"selective .* 400000", said)
     assert command([*arguments, *large, "--model.gradient_checkpointing", "offload"]) == 0
     assert "gradient_checkpointing: as given" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["data.batch_size", "model.sampling", "model.sampling.max_tokens", "model.optimizer"])
+def test_a_setting_without_a_value_is_named(tmp_path, capsys, name):
+    *sections, last = name.split(".")
+    (tmp_path / "empty.yaml").write_text(
+        "".join(f"{section}: {{" for section in sections) + f"{last}: null" + "}" * len(sections)
+    )
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(command(["plan", "-c", TOY, "-c", str(tmp_path / "empty.yaml"), "--gpu-memory", "8"]))
+    assert f"error: {name} is null" in f"{stop.value.code}{capsys.readouterr().err}"
 
 
 def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
