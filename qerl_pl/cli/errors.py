@@ -15,7 +15,8 @@ from qerl_pl.common.packages import not_installed
 from qerl_pl.common.run_folder import plain_yaml
 
 MOST_LINES = 5
-GENERIC = ("Not a valid subclass", "Expected a ", "a class path", "a dict with", "Errors:")
+OF_CLASSES = ("Not a valid subclass", "a class path", "a dict with")
+GENERIC = (*OF_CLASSES, "Expected a ", "Errors:")
 """Beginnings of those lines in jsonargparse's messages that can be dropped. For a value of a union type, jsonargparse
 reports an error for each member of the union; these lines are about members that the user probably did not mean."""
 LINK = re.compile(r"^.*\bcall to compute_fn of link .*? with args \(.*?\) failed: ", re.DOTALL | re.IGNORECASE)
@@ -29,6 +30,8 @@ TYPES = {
     "bool": "true or false",
     "list": "a list",
     "NoneType": "null",
+    "pathlib.Path": "a path",
+    "collections.abc.Iterable": "a list",
 }
 EXAMPLES = {
     "model.engine": "qerl_pl.rollout.vllm.VLLMEngine",
@@ -99,10 +102,10 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
     causes = [cause for cause in causes if cause and not cause.startswith("Expected a path but")]
     if specific := next((cause for cause in causes if not cause.startswith(GENERIC)), None):
         return _of_the_cause(place, specific, arguments)
-    kinds = [cause.removeprefix("Expected a ").partition(". Got value:")[0] for cause in causes]
+    kinds = [_kind(cause.removeprefix("Expected a ").partition(". Got value:")[0]) for cause in causes]
     paths = [kind for kind in kinds if kind.startswith("dot import path string: ")]
     if paths:
-        kinds = [_kind(kind) for kind in kinds if kind != paths[0]]
+        kinds = [kind for kind in kinds if kind != paths[0]]
         place = ".".join([place, *re.findall(KEY, message)[1:]])
         example = EXAMPLES.get(place, "callbacks.aqn.AdaptiveQuantizationNoise")
         kinds = kinds or [f"a class by its path, such as {example}"]
@@ -110,7 +113,7 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
     value = re.search(r"Got value: (.*)", message) or re.search(r"Given value: (.*)", message)
     if not kinds or value is None:
         return message
-    return _expected(place, value[1], " or ".join(map(_kind, dict.fromkeys(kinds))), arguments)
+    return _expected(place, value[1], " or ".join(dict.fromkeys(kinds)), arguments)
 
 
 def of_error(error: Exception, arguments: Sequence[str]) -> str:
@@ -145,6 +148,11 @@ def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
     classes = re.findall(r"class_path[ =]'([\w.]+)'", cause)
     named = classes[:1] if classes[:1] != ["qerl_pl.rewards.base.WeightedReward"] else []
     place = ": ".join(filter(None, [place, *named, *re.findall(f"{KEY}:", cause)[-1:]]))
+    if "'NoneType' object has no attribute 'keys'" in cause:
+        return f"{place}: init_args has no value; give settings below it, or leave it out"
+    if union := re.search(r"any of the Union subtypes Subtypes: \[(.*?)\] Errors", cause):
+        kinds = re.findall(r"typing\.Literal\[.*?\]|[^,]+", union[1])
+        return f"{place} has no usable value; expected {' or '.join(_kind(kind.strip()) for kind in kinds)}"
     if option := re.search(r"Option '([\w.]+)' is not accepted", cause):
         known = _parameters(classes[-1]) if classes else []
         where = _where(rf"\b{option[1]}\s*:", arguments)
@@ -196,7 +204,9 @@ def _such_as(place: str) -> str:
 
 def _kind(text: str) -> str:
     """Describe a type in words."""
-    if match := re.fullmatch(r"typing\.Literal\[(.*)\]|<class '(\w+)'>", text):
+    if text.startswith(OF_CLASSES):
+        return "a class by its path"
+    if match := re.fullmatch(r"typing\.Literal\[(.*)\]|<class '([\w.]+)'>", text):
         return match[1] or TYPES.get(match[2], match[2])
     return text
 

@@ -45,7 +45,7 @@ from qerl_pl.cli.parser import Parser, accept_words, spelt_out
 from qerl_pl.cli.run_date import run_date
 from qerl_pl.cli.smoke import HELP, WholeRun, shorten
 from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml_files, config_files, plain_settings, with_paths
-from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
+from qerl_pl.common.checks import EXIT_STATUS, CheckFailed, require_at_least
 from qerl_pl.common.files import in_words, traceback_file, write_whole
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
@@ -167,6 +167,9 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger is off; curves and files of a run are written by its loggers: leave it on")
         if config.trainer.logger is True:
             raise ValueError("trainer.logger is true; expected a logger by its class_path, or leave it out")
+        for logger in loggers:
+            every = logger.get("init_args.flush_logs_every_n_steps")
+            require_at_least(1, section=f"trainer.logger: {logger.class_path}: ", flush_logs_every_n_steps=every)
         check_trainer(config.trainer, command=command)
         config.trainer.callbacks = usable_callbacks(config.trainer.callbacks, always=ALWAYS)
         rewards = [str(reward.get("name")) for reward in config.model.rewards or ()]
@@ -245,10 +248,11 @@ class QeRLCLI(LightningCLI):
             if settings.save_dir not in (None, RUN_DIR, folder, _default_of(logger.class_path, "save_dir")):
                 continue
             settings.save_dir = folder
-            if settings.get("name") == "lightning_logs" and "version" in settings and settings.version is None:
-                settings.name = settings.version = ""
-            is_csv = logger.class_path.endswith("CSVLogger") and isinstance(settings.version, str)
-            if self._run_now and is_csv and rank_zero_only.rank == 0:
+            is_csv = logger.class_path.endswith("CSVLogger")
+            if (is_csv or logger.class_path.endswith("TensorBoardLogger")) and settings.version is None:
+                settings.version = ""  # with None, Lightning makes a new folder at every start
+                settings.name = "" if settings.name == "lightning_logs" else settings.name
+            if self._run_now and is_csv and isinstance(settings.version, str) and rank_zero_only.rank == 0:
                 keep_metrics(Path(folder, settings.name or "", settings.version))
 
         written = [(logger.class_path, str(logger.get("init_args"))) for logger in loggers]

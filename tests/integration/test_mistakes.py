@@ -239,6 +239,20 @@ MISTAKES = [
         reward({"class_path": "os.system", "init_args": {"command": "touch executed"}}),
         r"rewards.reward is os\.system, a function that does not say what it makes",
     ),
+    (
+        {"trainer": {"logger": {"class_path": f"{LOGGERS}.CSVLogger", "init_args": None}}},
+        r"trainer\.logger: .*CSVLogger: init_args has no value; give settings below it, or leave it out",
+    ),
+    ({"trainer": {"logger": [None]}}, r"trainer\.logger is null, .*expected a class by its path or"),
+    (
+        {"trainer": {"logger": {"class_path": f"{LOGGERS}.TensorBoardLogger", "init_args": {"sub_dir": [1]}}}},
+        r"trainer\.logger: .*TensorBoardLogger: sub_dir has no usable value; expected text or a path",
+    ),
+    (
+        {"trainer": {"logger": {"class_path": f"{LOGGERS}.CSVLogger", "init_args": {"flush_logs_every_n_steps": 0}}}},
+        r"trainer\.logger: .*CSVLogger: flush_logs_every_n_steps is 0; expected at least 1",
+    ),
+    ({"model": {"optimizer": None}}, r"optimizer is null.*such as torch\.optim\.AdamW"),
 ]
 
 
