@@ -1,13 +1,14 @@
 """Check a parsed configuration for mistakes at which Lightning or jsonargparse would fail with a traceback."""
 
-import importlib
 import inspect
+import pkgutil
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 
 from qerl_pl.common.run_folder import LAST
 from qerl_pl.rewards.base import Judge
@@ -109,8 +110,8 @@ def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str])
 
 def check_class_paths(value: Any, place: str = "") -> None:
     """Raise ValueError if a ``class_path`` in a parsed configuration names neither a class nor a function whose return
-    annotation says what it makes. ``value`` is the configuration or a part of it, and ``place`` the dotted name of this
-    part, for the error message.
+    annotation says what it makes, or if a value is a method that config.yaml cannot name. ``value`` is the
+    configuration or a part of it, and ``place`` the dotted name of this part, for the error message.
 
     Without this check, jsonargparse calls any object that is named where a callable is expected, such as a reward, and
     checks only its result. The class of a reward must have a ``__call__`` with a reward's parameters; this also holds
@@ -126,11 +127,28 @@ def check_class_paths(value: Any, place: str = "") -> None:
     elif isinstance(value, list | tuple):
         for entry in value:
             check_class_paths(entry, place)
+    elif inspect.ismethod(value) and not _can_be_written(value):
+        name = value.__qualname__
+        raise ValueError(
+            f"{place} is {name}, a method, whose path config.yaml cannot have; give it a name in its module, such as "
+            f"`{value.__name__} = {name}`, and name that"
+        )
+
+
+def _can_be_written(value: object) -> bool:
+    """Return whether jsonargparse writes an object as a path from which it imports the same object. It cannot do so for
+    a method that is named by its class or object, because Python makes a new object at every access."""
+    parser = ArgumentParser()
+    parser.add_argument("--it", type=Callable)
+    with warnings.catch_warnings(action="ignore"):
+        return "Unable to serialize" not in parser.dump(Namespace(it=value))
 
 
 def _check_class_path(path: str, place: str) -> None:
-    module, _, name = path.rpartition(".")
-    made: Any = getattr(importlib.import_module(module), name, None) if module else None
+    try:
+        made: Any = pkgutil.resolve_name(path) if "." in path else None  # a class may be inside of another
+    except (ImportError, AttributeError):
+        made = None
     if made is None:
         return  # a name without a module is a class of Lightning; jsonargparse has already checked other paths
     if not inspect.isclass(made):
