@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from datamodules.decontaminate import hold_out, without_shared
@@ -115,6 +116,7 @@ class PromptDataModule(LightningDataModule):
         self._validation: list[Prompt] = []
         self._held_out: list[Prompt] = []
         self._inputs: dict[str, str] = {}
+        self._columns: dict[str, str] = {}
         self._saved: dict[str, Any] = {}
 
     @phase("reading problems and making prompts")
@@ -142,7 +144,7 @@ class PromptDataModule(LightningDataModule):
         if reads_train:
             train = check_problems(self.source.train(), name)
             settings = [self.system_prompt, self.question_template, self.template_arguments or {}]
-            self._inputs = _digests(tokenizer, settings, train)
+            self._inputs, self._columns = _digests(tokenizer, settings, train), _column_digests(train)
             train, self.num_shared = without_shared(train, validation)
             if self.num_shared and not train:
                 raise ValueError(f"all {self.num_shared} training problems are also in validation")
@@ -163,17 +165,27 @@ class PromptDataModule(LightningDataModule):
         return self._train[:num]
 
     def train_dataloader(self) -> TrainLoader:
-        """Create the endless loader of this rank's training batches."""
+        """Create the endless loader of this rank's training batches. If this start resumes a run whose problems had
+        other values in a column, which rewards may read, warn."""
+        before = self._saved.get("columns", self._columns)  # checkpoints of earlier versions have none
+        columns = sorted({name for name, _ in before.items() ^ self._columns.items()})
+        if columns:
+            rank_zero_warn(
+                "this start changes the data: the training problems of the checkpoint had other values in "
+                f"{', '.join(columns)}; rewards may read them"
+            )
         return TrainLoader(self._train, self.batch_size, seed=self.seed, hint=self._hint(), **self._rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return digests of everything that prompts are made of (template, tokenizer, settings, problems) and, if the
-        chat template writes the date, the date."""
-        return {"inputs": dict(self._inputs)} | ({} if self.date is None else {"date": self.date})
+        """Return digests of everything that prompts are made of (template, tokenizer, settings, problems) and of each
+        column of the training problems. If the chat template writes the date, the date is returned, too."""
+        return {"inputs": dict(self._inputs), "columns": dict(self._columns)} | (
+            {} if self.date is None else {"date": self.date}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the checkpoint's digests of problems and settings, and its date, for an error message of the training
-        loader: if the prompts of the resumed run differ from the checkpoint's, it says which of these changed."""
+        """Keep the checkpoint's digests of problems, columns and settings, and its date, for messages: if the prompts
+        of the resumed run differ from the checkpoint's, the training loader says which of these changed."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
@@ -302,6 +314,17 @@ def _digests(
         "data.system_prompt, question_template or template_arguments": _digest(repr(settings)),
         PROBLEMS: _digest(" ".join(parts)),
         IN_ANY_ORDER: _digest(" ".join(sorted(parts))),
+    }
+
+
+def _column_digests(problems: Sequence[Problem]) -> dict[str, str]:
+    """Return a digest of the values of each column in all problems, by the column's name. Objects of other types than
+    JSON's count by their text, without an address in memory."""
+    names = dict.fromkeys(name for problem in problems for name in problem.row)
+    values = {name: [problem.row.get(name) for problem in problems] for name in names}
+    return {
+        str(name): _digest(json.dumps(column, skipkeys=True, default=lambda value: str(value).partition(" at 0x")[0]))
+        for name, column in values.items()
     }
 
 

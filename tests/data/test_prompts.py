@@ -504,3 +504,30 @@ def test_a_resumed_run_with_other_prompts_is_told_what_changed(tokenizer_path, t
         again.train_dataloader().load_state_dict(first.train_dataloader().state_dict())
     same = data(tokenizer=str(shutil.copytree(tokenizer_path, tmp_path / "same")))
     assert same.state_dict() == first.state_dict()
+
+
+def test_a_resumed_run_with_other_columns_says_which(tokenizer_path, recwarn):
+    def data(level: int, **more: object) -> PromptDataModule:
+        rows = [problem._replace(row={"level": level, "same": 1.5, **more}) for problem in problems(4)]
+        data = PromptDataModule(source=Fixed(rows, HELD), tokenizer=tokenizer_path, batch_size=2)
+        data.setup("fit")
+        return data
+
+    first = data(1, kind="sum")
+    for again, changed in (
+        (data(2, kind="sum"), "in level;"),
+        (data(1), "in kind;"),
+        (data(1, kind=object()), "in kind;"),
+    ):
+        again.load_state_dict(first.state_dict())
+        with pytest.warns(UserWarning, match=f"changes the data: .* other values {changed}"):
+            again.train_dataloader().load_state_dict(first.train_dataloader().state_dict())
+    objects = [data(1, of_no_json_type=object()) for _ in range(2)]
+    for again, before in (
+        (data(1, kind="sum"), first.state_dict()),
+        (data(1), {}),
+        (objects[0], objects[1].state_dict()),
+    ):
+        again.load_state_dict(before)
+        again.train_dataloader()
+    assert not [warning for warning in recwarn if "this start changes the data" in str(warning.message)]
