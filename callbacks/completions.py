@@ -53,14 +53,18 @@ class CompletionLogger(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         index = outputs["rollout_index"]
-        if index % self.every == 0:
+        path = _path(trainer, f"train-{index:06d}.jsonl")
+        of_tokens, of_validation = path.with_suffix(".safetensors"), _path(trainer, f"validate-{index + 1:06d}.jsonl")
+        is_due = index % self.every == 0
+        has_tokens = is_due and self.tokens_every and index // self.every % self.tokens_every == 0
+        if trainer.is_global_zero:  # files of a start with other intervals have other completions
+            for stale, replaced in ((path, is_due), (of_tokens, has_tokens), (of_validation, False)):
+                if not replaced:
+                    stale.unlink(missing_ok=True)
+        if has_tokens:
+            _write_tokens(trainer, pl_module, of_tokens, outputs["rollout"], outputs["update"])
+        if is_due:
             rows = ranks.gather_groups(outputs["rollout"].sampled.rows(), pl_module.sampling.num_completions)
-            path = _path(trainer, f"train-{index:06d}.jsonl")
-            of_tokens = path.with_suffix(".safetensors")
-            if self.tokens_every and index // self.every % self.tokens_every == 0:
-                _write_tokens(trainer, pl_module, of_tokens, outputs["rollout"], outputs["update"])
-            elif trainer.is_global_zero:
-                of_tokens.unlink(missing_ok=True)  # of a start with another interval, and of other completions
             self._write(trainer, path, rows, "completions/train", index)
 
     @override

@@ -105,3 +105,15 @@ def test_numbers_of_tokens_are_never_those_of_other_completions(tmp_path):
     logger.on_train_batch_end(trainer, module, {"rollout_index": 10, "rollout": rollout})
     assert "new" in old.with_suffix(".jsonl").read_text()
     assert not old.exists()
+
+
+def test_a_rollout_that_is_not_written_keeps_no_completions_of_an_earlier_start(tmp_path):
+    names = [f"{name}.{kind}" for name in ("train-000003", "train-000004") for kind in ("jsonl", "safetensors")]
+    names += ["validate-000003.jsonl", "validate-000004.jsonl"]
+    (tmp_path / "completions").mkdir()
+    for name in names:
+        (tmp_path / "completions" / name).touch()
+    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), is_global_zero=True, loggers=[])
+    CompletionLogger(every=2).on_train_batch_end(trainer, SimpleNamespace(), {"rollout_index": 3})  # pyright: ignore
+    left = sorted(path.name for path in (tmp_path / "completions").iterdir())
+    assert left == ["train-000004.jsonl", "train-000004.safetensors", "validate-000003.jsonl"]

@@ -44,7 +44,7 @@ def write_completions(run: Path, name: str, texts: list[str]) -> None:
 def run(tmp_path) -> Path:
     folder = tmp_path / HOSTILE.replace("/", "").strip()[:40]
     with SummaryWriter(str(folder)) as writer:
-        for step in range(4):
+        for step in (0, 1, 2, 3, 20):
             for tag, value in (("train/reward", step / 4), ("gap/mean_abs", 1e-4), ("canary/tensors_checked", 32.0)):
                 writer.add_scalar(tag, value, step)
             writer.add_scalar("val/reward", float("nan"), step)
@@ -94,12 +94,12 @@ def page_of(run: Path, *more: str) -> tuple[Scripts, dict, list[dict]]:
 def test_a_page_holds_settings_changes_and_completions(run):
     _, summary, blocks = page_of(run)
     [one] = summary["runs"]
-    assert one["curves"]["train/reward"] == [[0, 1, 2, 3], [0.0, 0.25, 0.5, 0.75]]
+    assert one["curves"]["train/reward"] == [[0, 1, 2, 3, 20], [0.0, 0.25, 0.5, 0.75, 5.0]]
     assert one["changes"] == [{"file": "config.1.yaml", "settings": ["model.base: here -> there"]}]
     assert not one["running"]
     canary, gap, ledger, *_ = one["verdicts"]
     assert canary["good"] is True
-    assert "4 rollouts 32 tensors" in canary["text"]
+    assert "5 rollouts 32 tensors" in canary["text"]
     assert "0.0001 nats" in gap["text"]
     assert ledger["good"] is None
     assert [(block["stage"], block["step"]) for block in blocks] == [("train", 0), ("validate", 2)]
@@ -162,10 +162,10 @@ def test_a_policy_and_its_teacher_are_compared_by_position_and_by_token(run):
         if teacher is not None:
             rows = [replace(row, teacher=values) for row, values in zip(rows, teacher, strict=True)]
         write_tokens(run / "completions" / f"train-{step:06d}.safetensors", rows, PIECES)
+        write_completions(run, f"train-{step:06d}", ["one", "two"])
 
     written(0, None)
     assert page_of(run)[1]["runs"][0]["teacher"] is None
-    write_completions(run, "train-000000", ["one", "two"])
     written(0, [torch.full((18,), -2.0), torch.full((2,), -2.0)])
     written(10, [torch.tensor([-0.5] * 15 + [-1.0] * 3), torch.tensor([-1.0, 0.25])])
     written(20, None)  # the teacher's coefficient had fallen to 0
@@ -198,3 +198,18 @@ def test_a_damaged_line_is_counted_and_left_out(run):
     path.write_bytes(path.read_bytes()[:-30])
     [block, _] = page_of(run)[2]
     assert (len(block["rows"]), block["damaged"]) == (2, 1)
+
+
+def test_completions_of_a_start_that_was_given_up_are_left_out(run):
+    for step in (20, 21, 25):
+        write_completions(run, f"train-{step:06d}", ["a"])
+    for step in (21, 22):
+        write_completions(run, f"validate-{step:06d}", ["b"])
+    assert [(block["stage"], block["step"]) for block in page_of(run)[2]] == [
+        ("train", 0),
+        ("train", 20),
+        ("validate", 2),
+        ("validate", 21),
+    ]
+    (run / "config.yaml").write_text("trainer: {log_every_n_steps: 4}\n")  # rollouts 21 to 23 may not be logged yet
+    assert [block["step"] for block in page_of(run)[2]] == [0, 20, 21, 2, 21, 22]

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,33 @@ from typing import Any
 import numpy as np
 
 from qerl_pl.common.files import read_lines
+from qerl_pl.common.run_folder import plain_yaml
+from qerl_pl.results.curves import Curve
 
 STEP = 1000  # numbers per token are multiplied by this and stored as integers, i.e. in thousandths of a nat
 LARGEST = 32.0  # nats; numbers per token are clipped to +- this value
 
 
-def choose_files(folders: Sequence[Path], limit: int) -> tuple[list[tuple[int, Path]], str]:
+def files_of_run(run: Path, curves: Mapping[str, Curve]) -> list[Path]:
+    """List a run's files of completions, one per rollout or evaluation, in the order of their names. ``curves`` are the
+    run's logged scalars; files of later rollouts than these, and of validations after them, are left out: a start wrote
+    them that was given up, and a later start went on from an older checkpoint and has not come as far yet."""
+    files = sorted(run.glob("completions/*.jsonl"))
+    logged = max((curve.steps[-1] for tag, curve in curves.items() if tag.startswith("train/")), default=None)
+    if logged is None:
+        return files
+    settings = plain_yaml(run / "config.yaml").get("trainer") or {}
+    last = logged + int(settings.get("log_every_n_steps") or 1) - 1
+    ends = {"train": last, "validate": last + 1}  # a validation's number counts the rollouts before it
+    return [file for file in files if int(file.stem[-6:]) <= ends.get(file.stem[:-7], math.inf)]
+
+
+def choose_files(runs: Mapping[Path, Mapping[str, Curve]], limit: int) -> tuple[list[tuple[int, Path]], str]:
     """Choose files of completions (one per rollout or evaluation) for an HTML page about runs, evenly spread over each
-    run, that together have about ``limit`` completions. Returns a list of pairs (index of the run, file), ordered by
-    run, stage (such as "train") and rollout, and a sentence for the page about the completions that were left out,
-    empty if none were."""
-    every = [(run, path) for run, folder in enumerate(folders) for path in sorted(folder.glob("completions/*.jsonl"))]
+    run, that together have about ``limit`` completions. ``runs`` maps each run's folder to its logged scalars. Returns
+    a list of pairs (index of the run, file), ordered by run, stage (such as "train") and rollout, and a sentence for
+    the page about the completions that were left out, empty if none were."""
+    every = [(run, path) for run, (folder, of_run) in enumerate(runs.items()) for path in files_of_run(folder, of_run)]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:
         return every, ""

@@ -14,7 +14,7 @@ from typing import Any
 from qerl_pl.common.run_folder import is_running, plain_yaml
 from qerl_pl.results.curves import Curve, summarize
 from qerl_pl.settings.changes import changed_settings
-from qerl_pl.tools.page.completions import block, choose_files
+from qerl_pl.tools.page.completions import block, choose_files, files_of_run
 from qerl_pl.tools.page.teacher import teacher_tables
 from qerl_pl.tools.page.verdicts import verdicts
 
@@ -29,7 +29,7 @@ def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
     text, never as HTML. The page's content security policy forbids network requests, and all scripts except the page's
     own.
     """
-    chosen, note = choose_files(list(runs), limit)
+    chosen, note = choose_files(runs, limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
     parts = {
         name: files("qerl_pl.tools.page").joinpath(f"page.{name}").read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def _content(folder: Path, curves: Mapping[str, Curve]) -> dict[str, Any]:
         },
         "summary": {name: _short(value) for name, value in summarize(curves).items()},
         "verdicts": verdicts(curves),
-        "teacher": teacher_tables(folder),
+        "teacher": teacher_tables([path.with_suffix(".safetensors") for path in files_of_run(folder, curves)]),
         "config": (folder / "config.yaml").read_text(encoding="utf-8") if config else "",
         "changes": [  # config.1.yaml has the settings before the first change
             {"file": before.name, "settings": changed_settings(plain_yaml(before), plain_yaml(after))}

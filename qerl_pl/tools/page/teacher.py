@@ -1,5 +1,6 @@
 """Compare a policy with its teacher by position in the completion and by token, for the HTML page about runs."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,17 @@ BOUNDS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)  # bounds of the ranges of p
 MOST_TOKENS = 12
 
 
-def teacher_tables(run: Path) -> dict[str, Any] | None:
+def teacher_tables(paths: Sequence[Path]) -> dict[str, Any] | None:
     """Compare the policy's log p with the teacher's log q at sampled tokens, in two rollouts: the first and the last
-    for which the run stored the teacher's log-probabilities. Returns None if there is no such rollout.
+    for which the run stored the teacher's log-probabilities. ``paths`` are those of the rollouts' files of tokens, in
+    order; files that do not exist are left out. Returns None if there is no such rollout.
 
     Otherwise returns a dict that JSON can represent: ``rollouts``, the indices of the two rollouts; ``positions``, one
     row per range of token positions with the mean of log p - log q in each rollout, which estimates KL(p || q) there
     (None if no completion is that long); and ``tokens``, one row (text, number of occurrences, mean) for each of the
     tokens with the largest sum of log p - log q in the last rollout.
     """
-    paths = sorted(run.glob("completions/train-*.safetensors"))
+    paths = [path for path in paths if path.exists()]
     if not paths:
         return None
     from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
