@@ -39,6 +39,12 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
+def check_readable(path: Path) -> None:
+    """Raise OSError if a file cannot be opened. It is called before safetensors opens a file, because safetensors says
+    of one that this user may not read that it does not exist."""
+    path.open("rb").close()
+
+
 def traceback_file(error: BaseException) -> str:
     """Write an error's traceback to a new file in the folder for temporary files. Returns its path, or words that there
     is no such folder."""

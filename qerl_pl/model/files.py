@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from qerl_pl.common.files import check_readable
+
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -198,7 +200,7 @@ def read_json(path: Path) -> Mapping:
 def _open(path: Path) -> safe_open:
     if not path.is_file():
         raise ValueError(f"{path} is missing, though {INDEX} names it: copy or download it")
-    path.open("rb").close()  # of a file that this user may not read, safetensors says that it does not exist
+    check_readable(path)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

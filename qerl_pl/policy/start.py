@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qerl_pl.common.files import check_readable
 from qerl_pl.model.files import text_name
 from qerl_pl.policy.lora_experts import PARAMETERS, adapted, of_experts
 
@@ -68,7 +69,7 @@ def read_start(folder: str | Path) -> StartAdapter:
             )
         raise ValueError(f"{where}, which has no {WEIGHTS}; expected a folder that PEFT's save_pretrained wrote")
     try:
-        (folder / WEIGHTS).open("rb").close()  # of a file that may not be read, safetensors says that it does not exist
+        check_readable(folder / WEIGHTS)
         stored = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{where}, whose {WEIGHTS} cannot be read: {error}") from error
