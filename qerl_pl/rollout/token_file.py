@@ -2,12 +2,13 @@
 each file of completions."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -82,9 +83,13 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
         allow_reading(temporary)
 
 
-def read_tokens(path: Path) -> FileTokens:
-    """Read a file that ``write_tokens`` wrote."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        pieces = json.loads(file.metadata()["pieces"])
+def read_tokens(path: Path) -> FileTokens | None:
+    """Read a file that ``write_tokens`` wrote; returns None, with a warning on stderr, if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            pieces = json.loads(file.metadata()["pieces"])
+    except SafetensorError as error:
+        print(f"warning: {path} is damaged, and left out: {error}", file=sys.stderr)
+        return None
     return FileTokens(**tensors, pieces={int(key): text for key, text in pieces.items()})

@@ -59,6 +59,7 @@ def test_a_run_leaves_its_curves_its_completions_and_its_config(finished):
     assert [row["reward"] for row in records(finished / "completions" / "train-000000.jsonl")]
     assert len(list((finished / "completions").glob("train-*.jsonl"))) == 8
     tokens = read_tokens(finished / "completions" / "train-000000.safetensors")
+    assert tokens is not None
     rows = records(finished / "completions" / "train-000000.jsonl")
     assert tokens.offsets.diff().tolist() == [row["num_tokens"] for row in rows]
     assert tokens.gap.abs().mean().item() == pytest.approx(curves["gap/mean_abs"].values[0], abs=1e-4)

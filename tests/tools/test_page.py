@@ -139,6 +139,7 @@ def test_tokens_come_back_as_they_were_written(run):
     path = run / "completions" / "train-000000.safetensors"
     write_tokens(path, rows, PIECES)
     found = read_tokens(path)
+    assert found is not None
     assert found.offsets.tolist() == [0, 1, 3, 3]
     assert found.ids.tolist() == [3, 70, 3]
     assert found.logprobs.tolist() == [-0.5, -50.0, -0.125]
@@ -176,6 +177,13 @@ def test_a_policy_and_its_teacher_are_compared_by_position_and_by_token(run):
         "tokens": [[" three", 16, (15 * 0.5 - 0.25) / 16], ["</script>", 4, 1.0]],
     }
     assert [decoded(row["q"], "<i2") for row in blocks[0]["rows"]] == [[-2000] * 18, [-2000] * 2]
+
+
+def test_a_damaged_file_of_tokens_is_left_out(run, capsys):
+    path = run / "completions" / "train-000000.safetensors"
+    path.write_bytes(b"no tensors")
+    assert "t" not in page_of(run)[2][0]["rows"][0]
+    assert f"warning: {path} is damaged" in capsys.readouterr().err
 
 
 def decoded(text: str, kind: str) -> list[int]:

@@ -71,7 +71,7 @@ def block(path: Path, run: int) -> dict[str, Any]:
         from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
 
         tokens = read_tokens(tokens_path)
-        if len(tokens.offsets) == len(rows) + 1:
+        if tokens is not None and len(tokens.offsets) == len(rows) + 1:
             pieces = sorted(tokens.pieces)
             numbers = {"t": np.searchsorted(np.array(pieces), tokens.ids.numpy()).astype("<u4")}
             values = {"l": tokens.logprobs, "e": tokens.entropy, "g": tokens.gap, "q": tokens.teacher}

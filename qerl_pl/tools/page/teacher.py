@@ -26,12 +26,17 @@ def teacher_tables(paths: Sequence[Path]) -> dict[str, Any] | None:
         return None
     from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
 
-    if read_tokens(paths[0]).teacher is None:
+    def compared(path: Path) -> bool:
+        tokens = read_tokens(path)
+        return tokens is not None and tokens.teacher is not None
+
+    if not compared(paths[0]):
         return None
-    last = next(path for path in reversed(paths) if read_tokens(path).teacher is not None)
+    last = next(path for path in reversed(paths) if compared(path))
     columns, tokens, excess = {}, None, np.zeros(0)
     for path in (paths[0], last):
         tokens = read_tokens(path)
+        assert tokens is not None
         assert tokens.teacher is not None
         excess, offsets = -tokens.teacher.double().numpy(), tokens.offsets.numpy()
         position = np.arange(len(excess)) - np.repeat(offsets[:-1], np.diff(offsets))
