@@ -112,9 +112,12 @@ def read_rows(
     paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name)]
     if not paths:
         raise ValueError("the list of data files is empty; name at least one")
-    repeated = next((file for file in paths if paths.count(file) > 1), None)
-    if repeated is not None:
-        raise ValueError(f"the data {repeated} is named twice; its rows would count twice")
+    first: dict[str, str] = {}
+    for file in paths:
+        if other := first.get(os.path.realpath(file)):
+            as_other = "" if other == file else f" (also as {other})"
+            raise ValueError(f"the data {file} is named twice{as_other}; its rows would count twice")
+        first[os.path.realpath(file)] = file
     for file in paths:
         yield from _rows_of(file, split=split, subset=subset, bad=bad)
 

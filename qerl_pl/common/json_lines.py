@@ -3,6 +3,7 @@ Also convert a value of a data set to text."""
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -34,7 +35,7 @@ def read_json_lines(
     path: str | Path, bad: Callable[[ValueError], None] = refuse, *, say: Callable[[str], object]
 ) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield, for each row of a JSON Lines file in UTF-8, its location (file and line, for messages) and its object.
-    Raises ValueError if the file does not exist or has no rows.
+    Raises ValueError if the file does not exist, has no rows or begins with a list.
 
     ``bad`` is called with the error for a row that is not UTF-8, is no JSON object, has a duplicate key or is nested
     too deeply; if ``bad`` returns, the row is skipped. ``say`` is called with a sentence on the number of blank lines,
@@ -51,6 +52,11 @@ def read_json_lines(
                 num_blank += 1
                 continue
             where = f"{path}:{number}"
+            if num_blank + 1 == number and re.match(r"\s*\[\s*(\{|$)", line):
+                raise ValueError(
+                    f"{where}: the file begins with a list; expected a JSON object per line, which "
+                    f"`jq -c '.[]' {path} > rows.jsonl` makes of a list of objects"
+                )
             try:
                 row = _parse(line, where)
             except ValueError as error:

@@ -334,7 +334,7 @@ def test_json_lines_are_read_under_all_their_endings(tmp_path):
     for ending in ("jsonl", "ndjson", "json", "JSON"):
         assert len(table(lines(tmp_path / f"t.{ending}", {"question": "q", "answer": 1})).train()) == 1
     (tmp_path / "t.json").write_text('[\n{"question": "q", "answer": 1}\n]')
-    with pytest.raises(ValueError, match=r"t\.json:1: not JSON: .*expected a JSON object per line"):
+    with pytest.raises(ValueError, match=r"t\.json:1: the file begins with a list; expected a JSON object per line"):
         table(tmp_path / "t.json").train()
 
 
@@ -385,6 +385,7 @@ def test_several_files_patterns_capitals_and_the_home_folder(tmp_path, monkeypat
         ("~/*.txt", "no file matches"),
         ([], "the list of data files is empty"),
         (["~/a.jsonl", "~/a*"], r"a\.jsonl is named twice"),
+        (["~/a.jsonl", "~/./a.jsonl"], r"a\.jsonl is named twice \(also as .*a\.jsonl\)"),
     ):
         with pytest.raises(ValueError, match=said):
             read(path)
