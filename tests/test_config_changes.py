@@ -73,3 +73,11 @@ def test_what_changes_the_goal_comes_first_and_says_so():
 def test_a_change_of_the_runs_length_says_what_it_moves():
     [change] = changed_settings({"trainer": {"max_steps": 48}}, {"trainer": {"max_steps": 64}})
     assert change.startswith("trainer.max_steps: 48 -> 64; schedules of learning rate and noise")
+
+
+def test_problems_of_validation_are_not_what_is_optimised():
+    before, now = ({"data": {"val_limit": value, "batch_size": value}} for value in (1, 2))
+    assert changed_settings(before, now) == [
+        "ATTENTION, what is optimised changes: data.batch_size: 1 -> 2",
+        "data.val_limit: 1 -> 2",
+    ]

@@ -60,7 +60,7 @@ from qerl_pl.settings.trainer import check_trainer
 SUBCOMMANDS = tuple(DESCRIPTIONS)
 KEEPS = "callbacks.last_checkpoint.LastCheckpoint"
 RUN_DIR = "RUN_DIR"
-"""Value of a logger's ``save_dir`` in configs/base.yaml that is replaced by the run's folder."""
+"""First part of a logger's ``save_dir`` that is replaced by the folder of the run or evaluation."""
 IN_EVERY_RUN = (RunLock, RNGState, StopTogether, SignalReport, CloseEngine)
 ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN)
 
@@ -239,21 +239,34 @@ class QeRLCLI(LightningCLI):
                 callback.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
         return trainer
 
+    def instantiate_classes(self) -> None:
+        """Build module, data and trainer. In the configuration, and so in config.yaml, the folder of loggers is written
+        as ``RUN_DIR`` afterwards, so that other commands that read config.yaml do not log to this folder."""
+        super().instantiate_classes()
+        for settings, place in self._places:
+            settings.save_dir = place
+
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
         """Set the folder that the loggers write to; a logger whose ``save_dir`` the user has set keeps that folder."""
+        run = self.config[str(self.subcommand)].run_dir
+        self._places: list[tuple[Namespace, str]] = []
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
             settings = logger.init_args
-            if settings.save_dir not in (None, RUN_DIR, folder, _default_of(logger.class_path, "save_dir")):
+            if settings.save_dir in (None, run, folder, _default_of(logger.class_path, "save_dir")):
+                settings.save_dir = RUN_DIR
+            top, slash, below = str(settings.save_dir).partition("/")
+            if top != RUN_DIR:
                 continue
-            settings.save_dir = folder
+            self._places.append((settings, settings.save_dir))
+            settings.save_dir = folder + slash + below
             is_csv = logger.class_path.endswith("CSVLogger")
             if (is_csv or logger.class_path.endswith("TensorBoardLogger")) and settings.version is None:
                 settings.version = ""  # with None, Lightning makes a new folder at every start
                 settings.name = "" if settings.name == "lightning_logs" else settings.name
             if self._run_now and is_csv and isinstance(settings.version, str) and rank_zero_only.rank == 0:
-                keep_metrics(Path(folder, settings.name or "", settings.version))
+                keep_metrics(Path(settings.save_dir, settings.name or "", settings.version))
 
         written = [(logger.class_path, str(logger.get("init_args"))) for logger in loggers]
         if len(set(written)) < len(written):

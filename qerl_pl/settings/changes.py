@@ -13,6 +13,9 @@ from qerl_pl.common.files import write_whole
 NO_SETTING = ("ckpt_path", "config")
 """Keys of a configuration that only name files to read at the start, so they do not change how a run trains."""
 WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")
+NOT_LEARNED = ("data.val_limit", "data.val_batch_size", "data.show_prompt")
+"""Settings that change neither what is optimised nor the training problems, though their names begin like those that
+do."""
 SCHEDULES = "; schedules of learning rate and noise span trainer.max_steps, so learning rate and noise jump here"
 OTHER_GOAL = "ATTENTION, what is optimised changes: "
 
@@ -27,9 +30,10 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     old, new = dict(_flat(before)), dict(_flat(now))
     absent = "(not set)"
     keys = {key for key in old.keys() | new.keys() if old.get(key, absent) != new.get(key, absent)}
-    ordered = sorted(keys - set(NO_SETTING), key=lambda key: (not key.startswith(WHAT_IS_LEARNED), key))
+    learned = {key for key in keys if key.startswith(WHAT_IS_LEARNED)} - set(NOT_LEARNED)
+    ordered = sorted(keys - set(NO_SETTING), key=lambda key: (key not in learned, key))
     return [
-        f"{OTHER_GOAL if key.startswith(WHAT_IS_LEARNED) else ''}{key}: "
+        f"{OTHER_GOAL if key in learned else ''}{key}: "
         f"{shortened(str(old.get(key, absent)), 200)} -> {shortened(str(new.get(key, absent)), 200)}"
         f"{SCHEDULES if key == 'trainer.max_steps' else ''}"
         for key in ordered

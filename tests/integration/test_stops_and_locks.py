@@ -138,6 +138,28 @@ def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run
     )
 
 
+def test_commands_with_the_config_yaml_of_a_run_do_not_log_to_its_folder(run, tmp_path):
+    run_dir, settings = tmp_path / "run", tmp_path / "loggers.yaml"
+    kinds = [{"class_path": f"lightning.pytorch.loggers.{kind}Logger"} for kind in ("TensorBoard", "CSV")]
+    below = {**kinds[1], "init_args": {"save_dir": "RUN_DIR/below"}}
+    settings.write_text(yaml.safe_dump({"trainer": {"logger": [*kinds, below]}}))
+    run("fit", run_dir, "-c", str(settings), *UNCHECKED, "--trainer.max_steps", "4")
+
+    def logged() -> set[str]:
+        return {str(path.relative_to(tmp_path)) for kind in ("metrics*", "events*") for path in tmp_path.rglob(kind)}
+
+    first, written = logged(), (run_dir / "metrics.csv").read_text()
+    assert {name.rpartition("/")[0] for name in first} == {"run", "run/below"}
+    config = ("-c", str(run_dir / "config.yaml"))
+    run("validate", run_dir, *config, "--ckpt_path", "last")
+    run("fit", tmp_path / "other", *config, "--run_dir", str(tmp_path / "other"))
+    folders = {name.rpartition("/")[0] for name in logged() - first}
+    assert folders == {
+        f"{place}{below}" for place in ("run/validate/arithmetic-last", "other") for below in ("", "/below")
+    }
+    assert (run_dir / "metrics.csv").read_text() == written
+
+
 def test_a_logger_with_a_folder_of_its_own_keeps_it_and_the_run_has_its_settings(run, tmp_path):
     run_dir, settings = tmp_path / "run", tmp_path / "logger.yaml"
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path / "curves")}}
