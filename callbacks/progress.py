@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
 
+from qerl_pl.common import ranks
 from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.phases import Phase, phase
 from qerl_pl.common.program import called_as
@@ -73,11 +74,15 @@ class Progress(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         self._waits.close()
+        table = outputs["rollout"].sampled.table
+        rewards = ranks.gather(table.total[table.scored])
         if not trainer.is_global_zero:
             return
         done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
-        table, metrics = outputs["rollout"].sampled.table, outputs["update"].metrics
-        values = [f"reward {table.total.mean().item():.3f}"] if table.rewarded else []
+        metrics, reward = outputs["update"].metrics, "of no completion"
+        if len(rewards):
+            reward = f"{rewards.double().mean().item():.3f}"
+        values = [f"reward {reward}"] if table.rewarded else []
         values += [f"KL to the teacher {float(metrics['teacher/kl']):.4f}"] if "teacher/kl" in metrics else []
         if self._rollouts is not None:
             entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))

@@ -1,7 +1,7 @@
 """Print, at the end of training, how many groups (the completions of one prompt) had different rewards, and which
 scores each reward gave."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from qerl_pl.common import ranks
 from qerl_pl.module import QeRLModule
 
 
@@ -49,32 +50,40 @@ class SignalReport(Callback):
     of each reward.
 
     A group has a signal if one of its completions has an advantage other than 0 in the loss, so that the policy can
-    learn from it. Both lines count the rollouts since this process started, and only the groups that rank 0 sampled.
-    The command line adds this callback to every run.
+    learn from it. Both lines count the rollouts of all ranks since this process started. The command line adds this
+    callback to every run.
     """
 
     def __init__(self) -> None:
-        self._groups = self._with_signal = self._rows = self._unscored = self._cut_off = 0
+        self._numbers = Counter[str]()
         self._scores: dict[str, list[Tensor]] = defaultdict(list)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
         signal, batch = outputs["rollout"].sampled.has_signal, outputs["rollout"].sampled
-        self._groups += len(signal)
-        self._with_signal += int(torch.count_nonzero(signal))
         scored, in_loss = batch.table.scored, batch.in_loss
-        self._rows += len(scored)
-        self._unscored += int(torch.count_nonzero(~scored))
-        self._cut_off += int(torch.count_nonzero(scored & ~in_loss))
+        self._numbers.update(
+            groups=len(signal),
+            with_signal=int(torch.count_nonzero(signal)),
+            rows=len(scored),
+            unscored=int(torch.count_nonzero(~scored)),
+            cut_off=int(torch.count_nonzero(scored & ~in_loss)),
+        )
         for name, scores in batch.table.components.items():
             self._scores[name].append(scores)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        if trainer.is_global_zero and self._groups and not pl_module.is_rewarded:
+        numbers, scores = Counter[str](), defaultdict[str, list[Tensor]](list)
+        for of_rank, scores_of_rank in ranks.gather_values((self._numbers, dict(self._scores))):
+            numbers.update(of_rank)
+            for name, parts in scores_of_rank.items():
+                scores[name] += parts
+        if not trainer.is_global_zero or not numbers["groups"]:
+            return
+        if not pl_module.is_rewarded:
             print("rewards: none has a weight; the teacher alone trained the policy", flush=True)
-        elif trainer.is_global_zero and self._groups:
-            counts = {"rows": self._rows, "unscored": self._unscored, "cut_off": self._cut_off}
-            print(signal_words(self._with_signal, self._groups, **counts))
-            words = (f"{name} {score_words(torch.cat(scores))}" for name, scores in self._scores.items())
-            print(f"rewards: {'; '.join(words)}", flush=True)
+            return
+        print(signal_words(**numbers))
+        words = [f"{name} {score_words(torch.cat(parts))}" for name, parts in scores.items()]
+        print(f"rewards: {'; '.join(words)}", flush=True)

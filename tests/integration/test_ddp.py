@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -72,6 +73,10 @@ def test_a_run_begun_on_two_ranks_and_ended_on_one_is_the_run_of_one(bases, run,
     assert min(curves["train/grad_norm"].values) > 0, "nothing was learned"
     assert max(curves["rollout/refills"].values) > 0
     assert max(curves["rollout/groups_discarded"].values) > 0
+    printed = re.findall(r"rollout \d of 5: reward (\S+),", first)
+    assert printed == [f"{value:.3f}" for value in others["train/reward"].values[:3]]
+    files = [tmp_path / "two" / "completions" / f"train-{step:06d}.jsonl" for step in range(3)]
+    assert f" of {sum(path.read_text().count(chr(10)) for path in files) // 2} groups had one" in first
 
 
 @pytest.mark.slow
