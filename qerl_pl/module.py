@@ -8,6 +8,7 @@ correct the difference between the probabilities in trainer and sampler. The upd
 completions.
 """
 
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -102,6 +103,7 @@ class QeRLModule(LightningModule):
         """[] gradient norm at the last optimizer step, before clipping."""
         self.evaluated: list[dict[str, Any]] = []
         """Records of the last evaluation, one per completion of all ranks, in the order of the problems."""
+        self._engine_runs = False
         self.built: str | None = None
         """Settings of engine and rewards as text, which the command line sets. If it is set, an evaluation that was
         interrupted and is started again skips the batches that were finished."""
@@ -244,6 +246,7 @@ class QeRLModule(LightningModule):
         """Close the engine and free its memory."""
         with phase(f"closing {type(self.engine).__name__}"):
             self.engine.close()
+        self._engine_runs = False
 
     def cpu(self) -> Self:
         """Move only the trained parameters to the CPU. Lightning calls this method when a run ends. Moving the frozen
@@ -392,8 +395,9 @@ class QeRLModule(LightningModule):
     def start_engine(self) -> None:
         """Start the rollout engine, if it is not running, and tell the rollout loop about the policy's end tokens and
         experts."""
-        with phase(f"starting {type(self.engine).__name__}"):
+        with nullcontext() if self._engine_runs else phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
+        self._engine_runs = True
         self.loop.end_tokens = self._end_tokens
         self.loop.routing = self.policy.routing if self.policy.replays_routes else None
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.__main__ import main as command
 from qerl_pl.common.checks import CheckFailed
+from qerl_pl.common.phases import phase
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
 from qerl_pl.results.curves import read_curves
@@ -179,7 +180,10 @@ def test_training_moves_the_policy_towards_the_reward(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
+    named: list[str] = []
+    monkeypatch.setattr("qerl_pl.module.phase", lambda what, **more: named.append(what) or phase(what, **more))
     run("fit", tmp_path / "file", "--trainer.max_steps", "4", *UNCHECKED)
+    assert named.count("starting TransformersEngine") == 1
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("rollout ")]
     reward = r"reward -?[\d.]+, [\d.]+ s, 0:\d\d:\d\d left"
