@@ -110,8 +110,8 @@ def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str])
 
 def check_class_paths(value: Any, place: str = "") -> None:
     """Raise ValueError if a ``class_path`` in a parsed configuration names neither a class nor a function whose return
-    annotation says what it makes, or if a value is a method that config.yaml cannot name. ``value`` is the
-    configuration or a part of it, and ``place`` the dotted name of this part, for the error message.
+    annotation says what it makes. ``value`` is the configuration or a part of it, and ``place`` the dotted name of this
+    part, for the error message.
 
     Without this check, jsonargparse calls any object that is named where a callable is expected, such as a reward, and
     checks only its result. The class of a reward must have a ``__call__`` with a reward's parameters; this also holds
@@ -127,6 +127,17 @@ def check_class_paths(value: Any, place: str = "") -> None:
     elif isinstance(value, list | tuple):
         for entry in value:
             check_class_paths(entry, place)
+
+
+def check_methods(value: Any, place: str = "") -> None:
+    """Raise ValueError if a value in a parsed configuration is a method whose import path config.yaml cannot have.
+    ``value`` is the configuration or a part of it, and ``place`` the dotted name of this part, for the message."""
+    if isinstance(value, Namespace | Mapping):
+        for name, entry in (vars(value) if isinstance(value, Namespace) else value).items():
+            check_methods(entry, f"{place}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            check_methods(entry, place)
     elif inspect.ismethod(value) and not _can_be_written(value):
         name = value.__qualname__
         raise ValueError(

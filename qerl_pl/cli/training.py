@@ -33,6 +33,7 @@ from qerl_pl.cli.checks import (
     check_checkpoint,
     check_class_paths,
     check_groups,
+    check_methods,
     check_monitors,
     check_run_is_new,
     usable_callbacks,
@@ -162,6 +163,7 @@ class QeRLCLI(LightningCLI):
         if config.get("weights_only") is False:
             raise ValueError("weights_only is false; checkpoints are always read without pickled objects: leave it out")
         check_class_paths(config)
+        check_methods(config)
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         if not config.trainer.logger:
             raise ValueError("trainer.logger is off; curves and files of a run are written by its loggers: leave it on")

@@ -88,9 +88,10 @@ def main(argv: list[str]) -> int:
         parser.exit(2, f"error: {in_short(str(error), keys=keys, arguments=argv)}\n")
     rows, unscored = sum(counts.values()), counts[None]
     total = sum(score * count for score, count in counts.items() if score is not None)
+    mean = f" with mean {total / (rows - unscored):.4f}" if rows > unscored else ""
     print(
-        f"{rows} rows, {rows - unscored} scored with mean {total / max(rows - unscored, 1):.4f}, {unscored} unscored; "
-        f"mean {total / max(rows, 1):.4f} with unscored rows as 0"
+        f"{rows} rows, {rows - unscored} scored{mean}, {unscored} unscored; mean {total / max(rows, 1):.4f} with "
+        "unscored rows as 0"
     )
     for reason, count in reasons.most_common(5):
         print(f"  unscored {count}: {reason}")

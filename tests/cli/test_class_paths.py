@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jsonargparse import ArgumentParser, Namespace
 
-from qerl_pl.cli.checks import check_class_paths
+from qerl_pl.cli.checks import check_class_paths, check_methods
 
 
 def makes_a_reward(scale: float) -> Callable[..., Any]:
@@ -87,5 +87,5 @@ def test_a_method_needs_a_name_by_which_config_yaml_can_be_read_again(path, said
     parser.add_argument("--reward", type=Callable)
     settings = parser.parse_args([f"--reward={__name__}.{path}"])
     with pytest.raises(ValueError, match=f"reward {said}") if said else nullcontext():
-        check_class_paths(settings)
+        check_methods(settings)
     assert said or parser.parse_string(parser.dump(settings)) == settings

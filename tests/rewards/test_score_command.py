@@ -56,6 +56,15 @@ def test_each_row_comes_back_in_order_with_its_score(files, arguments, scores, c
     assert {path.name for path in files[0].parent.iterdir()} == {"rows.jsonl", "scores.jsonl"}
 
 
+def no_score(prompts, completions):
+    return [None for _ in completions]
+
+
+def test_rows_of_which_none_is_scored_have_no_mean(files, capsys):
+    assert score(files, "--reward", f"{__name__}.no_score") == 0
+    assert "5 rows, 0 scored, 5 unscored; mean 0.0000 with unscored rows as 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
