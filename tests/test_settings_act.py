@@ -301,6 +301,25 @@ def test_a_callback_that_watches_a_value_which_no_run_logs_is_refused(monitor, i
     check_monitors([*callbacks, Namespace(class_path="mine.Logs")], [])  # which may log the value
 
 
+@pytest.mark.parametrize(
+    ("monitor", "strict", "stops"), [("val/reward", 1, 0), ("train/reward", 1, 1), ("train/reward", 0, 0)]
+)
+def test_early_stopping_by_a_value_of_rollouts_waits_for_the_first_one(monitor, strict, stops):
+    settings = Namespace(monitor=monitor, strict=bool(strict))
+    callbacks = [
+        Namespace(class_path="lightning.pytorch.callbacks.EarlyStopping", init_args=settings),
+        Namespace(class_path="mine.Logs"),
+    ]
+    check_monitors(callbacks, OF_ROWS)
+    callbacks.append(Namespace(class_path="callbacks.validate_first.ValidateFirst"))
+    with (
+        pytest.raises(ValueError, match=f"{monitor}', which .* not have yet.*`strict: false`")
+        if stops
+        else nullcontext()
+    ):
+        check_monitors(callbacks, OF_ROWS)
+
+
 def test_of_a_callback_that_is_given_again_the_later_settings_count(caplog):
     one, other = (Namespace(class_path=CALLBACK, init_args=Namespace(every=every)) for every in (1, 5))
     foreign = [Namespace(class_path="lightning.pytorch.callbacks.ModelCheckpoint") for _ in range(2)]

@@ -28,6 +28,7 @@ OTHER_TRAINING = {
 """Callbacks of Lightning that a run refuses, because they change how or what is trained. The values are texts for the
 error message: the reason, or what to do instead."""
 
+VALIDATES_FIRST = "callbacks.validate_first.ValidateFirst"
 LOGGED = ("aqn", "canary", "correction", "gap", "matched", "memory", "policy", "reward", "rollout", "router")
 LOGGED += ("speculation", "teacher", "throughput", "time", "train", "val")
 """First parts of the names of the values that a callback of Lightning can read, as "val" in "val/reward"."""
@@ -89,22 +90,29 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 
 
 def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str]) -> None:
-    """Raise ValueError if a callback watches a value that no run logs (its setting ``monitor``), which Lightning finds
-    only after the first validation. ``of_validation`` are the names, without "val/", of the values that a validation
-    logs. Nothing is checked if there are callbacks of other packages than Lightning and this project, since these may
-    log further values."""
+    """Raise ValueError if a callback watches a value that no run logs (its setting ``monitor``), or if EarlyStopping
+    needs a value of rollouts at the validation before the first one, which Lightning finds only after this validation.
+    ``of_validation`` are the names, without "val/", of the values that a validation logs. Whether a value is logged is
+    not checked if there are callbacks of other packages than Lightning and this project, since these may log further
+    values."""
     names = [f"val/{name}" for name in of_validation]
     callbacks = list(callbacks)
-    if any(str(callback.class_path).partition(".")[0] not in ("callbacks", "lightning") for callback in callbacks):
-        return
+    validates_first = any(str(callback.class_path) == VALIDATES_FIRST for callback in callbacks)
+    others = any(str(callback.class_path).partition(".")[0] not in ("callbacks", "lightning") for callback in callbacks)
     for callback in callbacks:
-        monitor = callback.get("init_args.monitor")
+        path, monitor = str(callback.class_path), callback.get("init_args.monitor")
         group, _, name = str(monitor).partition("/")
         is_known = monitor in names or name.startswith("pass@") or group != "val"
-        if monitor not in (None, "epoch", "step") and not (group in LOGGED and name and is_known):
+        if not others and monitor not in (None, "epoch", "step") and not (group in LOGGED and name and is_known):
             raise ValueError(
-                f"trainer.callbacks: {callback.class_path} has monitor {monitor!r}, which no run logs; expected a "
-                f"value of docs/metrics.md, such as {', '.join(names)}"
+                f"trainer.callbacks: {path} has monitor {monitor!r}, which no run logs; expected a value of "
+                f"docs/metrics.md, such as {', '.join(names)}"
+            )
+        is_needed = path.endswith(".EarlyStopping") and callback.get("init_args.strict") is not False
+        if validates_first and is_needed and group != "val":
+            raise ValueError(
+                f"trainer.callbacks: {path} has monitor {monitor!r}, which the validation before the first rollout, by "
+                f"{VALIDATES_FIRST}, does not have yet: give it `strict: false`, or a monitor such as val/reward"
             )
 
 
