@@ -146,3 +146,12 @@ def test_a_folder_without_a_run_is_refused_with_advice(run, tmp_path, capsys):
     (tmp_path / "new").mkdir()
     assert command(["report", str(tmp_path / "new")]) == 2
     assert "holds no TensorBoard event files, which a run writes once it trains" in capsys.readouterr().err
+
+
+def test_an_evaluation_is_told_where_its_results_are(tmp_path, capsys):
+    with SummaryWriter(str(tmp_path / "test")) as writer:
+        writer.add_scalar("test/reward", 1.0, 0)
+    assert command(["report", str(tmp_path / "test")]) == 0
+    printed = capsys.readouterr().out
+    assert f"its results are in {tmp_path / 'test' / 'evaluation'}" in printed
+    assert len(printed.splitlines()) == 1
