@@ -103,16 +103,19 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
     if specific := next((cause for cause in causes if not cause.startswith(GENERIC)), None):
         return _of_the_cause(place, specific, arguments)
     kinds = [_kind(cause.removeprefix("Expected a ").partition(". Got value:")[0]) for cause in causes]
+    inner = list(dict.fromkeys(re.findall(KEY, message)[1:]))
     paths = [kind for kind in kinds if kind.startswith("dot import path string: ")]
     if paths:
         kinds = [kind for kind in kinds if kind != paths[0]]
-        place = ".".join([place, *re.findall(KEY, message)[1:]])
+        place = ".".join([place, *inner])
         example = EXAMPLES.get(place, "callbacks.aqn.AdaptiveQuantizationNoise")
         kinds = kinds or [f"a class by its path, such as {example}"]
         return _expected(place, paths[0].split(": ")[1], " or ".join(dict.fromkeys(kinds)), arguments)
     value = re.search(r"Got value: (.*)", message) or re.search(r"Given value: (.*)", message)
     if not kinds or value is None:
         return message
+    if len(inner) == 1:  # a setting inside of the one that was given as a mapping
+        place = inner[0] if inner[0].startswith(f"{place}.") else f"{place}.{inner[0]}"
     return _expected(place, value[1], " or ".join(dict.fromkeys(kinds)), arguments)
 
 

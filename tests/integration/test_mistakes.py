@@ -252,6 +252,10 @@ MISTAKES = [
         {"trainer": {"logger": {"class_path": f"{LOGGERS}.CSVLogger", "init_args": {"flush_logs_every_n_steps": 0}}}},
         r"trainer\.logger: .*CSVLogger: flush_logs_every_n_steps is 0; expected at least 1",
     ),
+    (
+        '--model.objective {"aggregation":"tokens"}',
+        r"error: model\.objective\.aggregation is 'tokens'; expected 'token'",
+    ),
     ({"model": {"optimizer": None}}, r"optimizer is null.*such as torch\.optim\.AdamW"),
 ]
 
