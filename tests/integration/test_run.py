@@ -127,6 +127,7 @@ def test_token_values_belong_to_their_completions_if_dynamic_sampling_drops_some
     run("fit", tmp_path, *SHORT, *UNCHECKED, "--model.rewards", half, "--model.dynamic_sampling.max_refills", "1")
     file = tmp_path / "completions" / "train-000000.jsonl"
     rows, tokens = block(file, 0)["rows"], read_tokens(file.with_suffix(".safetensors"))
+    assert tokens is not None
     assert len(rows) == 8 * 4, "the batch and a refill, of each of which the first half has a signal"
     counts = tokens.offsets.diff().tolist()
     kept = [*[True] * 8, *[False] * 8] * 2
