@@ -224,9 +224,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 def _parameters(path: str) -> list[str]:
     """List the parameters of a class or function, given by its import path."""
-    module, _, name = path.rpartition(".")
     try:
-        parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+        parameters = inspect.signature(pkgutil.resolve_name(path)).parameters
     except (ImportError, AttributeError, TypeError, ValueError):
         return []
     return [parameter for parameter in parameters if parameter not in ("self", "args", "kwargs", "params")]
@@ -235,9 +234,7 @@ def _parameters(path: str) -> list[str]:
 def _methods_to_mend(path: str, protocol: str) -> list[str]:
     """List the methods of a protocol that the class with the import path ``path`` lacks or defines with another
     signature."""
-    module, _, class_name = path.rpartition(".")
-    given = getattr(importlib.import_module(module), class_name)
-    members = vars(getattr(importlib.import_module(PROTOCOLS[protocol]), protocol))
+    given, members = pkgutil.resolve_name(path), vars(pkgutil.resolve_name(f"{PROTOCOLS[protocol]}.{protocol}"))
     methods = [name for name, value in members.items() if inspect.isfunction(value) and not name.startswith("_")]
     expected = {name: f"{name}{inspect.signature(members[name])}" for name in methods}
     present = {name: f"{name}{inspect.signature(getattr(given, name))}" for name in methods if hasattr(given, name)}

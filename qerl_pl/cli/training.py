@@ -1,9 +1,9 @@
 """The training and evaluation commands: a LightningCLI that writes all files of a run to one folder. If several
 settings must have the same value, the user sets one of them, and the command line copies the value to the others."""
 
-import importlib
 import inspect
 import os
+import pkgutil
 import signal
 import sys
 from argparse import ArgumentTypeError
@@ -283,8 +283,7 @@ class QeRLCLI(LightningCLI):
 
 
 def _default_of(class_path: str, name: str) -> Any:
-    module, _, kind = class_path.rpartition(".")
-    default = inspect.signature(getattr(importlib.import_module(module), kind)).parameters[name].default
+    default = inspect.signature(pkgutil.resolve_name(class_path)).parameters[name].default
     return None if default is inspect.Parameter.empty else default
 
 

@@ -61,6 +61,17 @@ def test_a_class_that_lacks_methods_of_a_protocol_is_told_which(tmp_path, monkey
     )
 
 
+class Outer:
+    class Inner:
+        def __init__(self, scale: float = 1.0) -> None: ...
+
+
+def test_an_unknown_setting_of_a_class_inside_of_a_class_gets_the_nearest_one():
+    cause = f"Problem with given class_path '{__name__}.Outer.Inner': Option 'scal' is not accepted"
+    said = in_short(f'Parser key "reward":\n  - {cause}', keys=KEYS, arguments=[])
+    assert said.endswith("Outer.Inner has no setting scal; did you mean scale?")
+
+
 def test_a_class_that_is_not_given_has_an_example():
     no_class = (
         "Type typing.Callable[[X], Y] expects a function or a callable class: Expected an import path, but got None."
