@@ -4,7 +4,7 @@ import inspect
 import pkgutil
 import typing
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,32 +126,32 @@ def check_class_paths(value: Any, place: str = "") -> None:
     for the class that a function is annotated to return. A function that is annotated to return ``Callable`` is
     accepted unchecked.
     """
-    if isinstance(value, Namespace | Mapping):
-        inside = vars(value) if isinstance(value, Namespace) else value
-        if isinstance(path := inside.get("class_path"), str):
-            _check_class_path(path, place)
-        for name, entry in inside.items():
-            check_class_paths(entry, f"{place}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            check_class_paths(entry, place)
+    for where, part in _parts(value, place):
+        if isinstance(part, Namespace | Mapping) and isinstance(path := part.get("class_path"), str):
+            _check_class_path(path, where)
 
 
-def check_methods(value: Any, place: str = "") -> None:
-    """Raise ValueError if a value in a parsed configuration is a method whose import path config.yaml cannot have.
-    ``value`` is the configuration or a part of it, and ``place`` the dotted name of this part, for the message."""
+def check_methods(config: Namespace) -> None:
+    """Raise ValueError if a value in a parsed configuration is a method whose import path config.yaml cannot have."""
+    for where, part in _parts(config):
+        if inspect.ismethod(part) and not _can_be_written(part):
+            name = part.__qualname__
+            raise ValueError(
+                f"{where} is {name}, a method, whose path config.yaml cannot have; give it a name in its module, such "
+                f"as `{part.__name__} = {name}`, and name that"
+            )
+
+
+def _parts(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a part of a configuration, whose dotted name is ``place``, and then all parts inside of it, each with its
+    dotted name; the entries of a list have the name of the list."""
+    yield place, value
     if isinstance(value, Namespace | Mapping):
         for name, entry in (vars(value) if isinstance(value, Namespace) else value).items():
-            check_methods(entry, f"{place}.{name}".lstrip("."))
+            yield from _parts(entry, f"{place}.{name}".lstrip("."))
     elif isinstance(value, list | tuple):
         for entry in value:
-            check_methods(entry, place)
-    elif inspect.ismethod(value) and not _can_be_written(value):
-        name = value.__qualname__
-        raise ValueError(
-            f"{place} is {name}, a method, whose path config.yaml cannot have; give it a name in its module, such as "
-            f"`{value.__name__} = {name}`, and name that"
-        )
+            yield from _parts(entry, place)
 
 
 def _can_be_written(value: object) -> bool:
