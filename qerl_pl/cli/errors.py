@@ -6,19 +6,25 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from qerl_pl.cli.yaml_files import BASE_CONFIG, config_files
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.run_folder import plain_yaml
 
 MOST_LINES = 5
+MAPPING = "a mapping such as "
 OF_CLASSES = ("Not a valid subclass", "a class path", "a dict with")
 GENERIC = (*OF_CLASSES, "Expected a ", "Errors:")
 """Beginnings of those lines in jsonargparse's messages that can be dropped. For a value of a union type, jsonargparse
 reports an error for each member of the union; these lines are about members that the user probably did not mean."""
+UNION = re.compile(r"Subtypes: \[(.*?)\]\s+Errors:.*Given value type: <class '(\w+)'>\s+Given value: (.*)", re.DOTALL)
+"""Matches jsonargparse's message about a value of a union type: the types, the value's built-in type, and the value."""
 LINK = re.compile(r"^.*\bcall to compute_fn of link .*? with args \(.*?\) failed: ", re.DOTALL | re.IGNORECASE)
 """Matches the beginning of jsonargparse's message about an error in a function that computes a setting from other
 settings; the function's own message follows."""
@@ -36,12 +42,13 @@ TYPES = {
 EXAMPLES = {
     "model.engine": "qerl_pl.rollout.vllm.VLLMEngine",
     "model.optimizer": "torch.optim.AdamW",
+    "model.teacher": "{base: dense}",
     "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
     "model.rewards: reward": "my_reward.closeness or qerl_pl.rewards.math.NumericAnswer",
     "data.source": "datamodules.table.Table",
     "reward": "qerl_pl.rewards.math.MathAnswer (in short: gsm8k, math, dapo)",
 }
-"""Classes and functions that error messages show as examples, by the setting that expects one."""
+"""Classes, functions and mappings that error messages show as examples, by the setting that expects one."""
 PROTOCOLS = {"PromptSource": "datamodules.sources", "RolloutEngine": "qerl_pl.rollout.base"}
 """Modules of the protocols that classes named in a configuration have to implement."""
 OTHER_NAMES = {
@@ -96,6 +103,11 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
     if subject is None and "Subtypes:" not in message:
         return message
     place, body = (subject[1], message[subject.end() :]) if subject else ("", message)
+    union = UNION.search(message)
+    if union is not None and union[2] != "dict":
+        kinds = _kinds(union[1], place)
+        if any(kind.startswith(MAPPING) for kind in kinds):
+            return _expected(place, union[3], " or ".join(kinds), arguments)
     if "Errors:" in body:
         body = body.partition("Errors:")[2].partition("Given value type:")[0]
     causes = [" ".join(cause.split()).strip(": ") for cause in re.split(r"^\s*- ", body, flags=re.MULTILINE)]
@@ -154,8 +166,9 @@ def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
     if "'NoneType' object has no attribute 'keys'" in cause:
         return f"{place}: init_args has no value; give settings below it, or leave it out"
     if union := re.search(r"any of the Union subtypes Subtypes: \[(.*?)\] Errors", cause):
-        kinds = re.findall(r"typing\.Literal\[.*?\]|[^,]+", union[1])
-        return f"{place} has no usable value; expected {' or '.join(_kind(kind.strip()) for kind in kinds)}"
+        return f"{place} has no usable value; expected {' or '.join(_kinds(union[1], place))}"
+    if no_mapping := re.match(r"Unable to load config '(.*?)'", cause):
+        return _expected(place, no_mapping[1], "a mapping of settings, or a YAML file with one", arguments)
     if option := re.search(r"Option '([\w.]+)' is not accepted", cause):
         known = _parameters(classes[-1]) if classes else []
         where = _where(rf"\b{option[1]}\s*:", arguments)
@@ -205,13 +218,28 @@ def _such_as(place: str) -> str:
     return f", such as {EXAMPLES[place]}" if place in EXAMPLES else ""
 
 
-def _kind(text: str) -> str:
-    """Describe a type in words."""
+def _kinds(types: str, place: str) -> list[str]:
+    """Describe the types of a union, which jsonargparse lists as text, in words. ``place`` is the setting."""
+    return [_kind(text.strip(), place) for text in re.findall(r"typing\.Literal\[.*?\]|[^,]+", types)]
+
+
+def _kind(text: str, place: str = "") -> str:
+    """Describe a type in words; a dataclass is written as a mapping."""
     if text.startswith(OF_CLASSES):
         return "a class by its path"
     if match := re.fullmatch(r"typing\.Literal\[(.*)\]|<class '([\w.]+)'>", text):
-        return match[1] or TYPES.get(match[2], match[2])
+        return match[1] or TYPES.get(match[2]) or _mapping(match[2], place) or match[2]
     return text
+
+
+def _mapping(path: str, place: str) -> str | None:
+    """Describe a dataclass, given by its import path, as a mapping such as the example of a setting or, if it has none,
+    the first default of the class. Returns None for other classes."""
+    kind = pkgutil.resolve_name(path) if "." in path else None
+    if not is_dataclass(kind):
+        return None
+    defaults = ({field.name: field.default} for field in fields(kind) if field.default not in (MISSING, None))
+    return MAPPING + (EXAMPLES.get(place) or yaml.safe_dump(next(defaults, {}), default_flow_style=True).strip())
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

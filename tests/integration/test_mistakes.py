@@ -257,6 +257,19 @@ MISTAKES = [
         r"error: model\.objective\.aggregation is 'tokens'; expected 'token'",
     ),
     ({"model": {"optimizer": None}}, r"optimizer is null.*such as torch\.optim\.AdamW"),
+    *(
+        (
+            f"--model.teacher {value}",
+            rf"^error: model\.teacher is '{value}'; expected a mapping such as \{{base: dense\}}",
+        )
+        for value in ("dense", "Qwen/Qwen2.5-7B", "3")
+    ),
+    (
+        {"model": {"val_sampling": "greedy"}},
+        r"val_sampling is 'greedy' \(.*mine\.yaml, line 2\); expected a mapping such as \{num_completions: 8\} or null",
+    ),
+    ("--model.lora dense", r"model\.lora is 'dense'; expected a mapping of settings, or a YAML file with one"),
+    ("--model.quantize nvfp5", r"quantize is 'nvfp5'; expected 'nvfp4'.* or a mapping such as .* did you mean nvfp4\?"),
 ]
 
 
