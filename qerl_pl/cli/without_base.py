@@ -22,19 +22,17 @@ PARTS = {
 source of the problems."""
 
 
-def parts_without_base(config: Mapping[str, Any], *names: str) -> Any:
-    """Build the parts with some of the names in ``PARTS`` from a whole configuration, as ``fit --print_config`` prints
-    it; returns an object with an attribute for each. The caller has to check the class paths first
-    (``checks.check_class_paths``). ValueError: they cannot be built."""
+def part_without_base(config: Mapping[str, Any], name: str) -> Any:
+    """Build the part with a name in ``PARTS`` from a whole configuration, as ``fit --print_config`` prints it. The
+    caller has to check the class paths first (``checks.check_class_paths``). ValueError: the part cannot be built."""
     model, data = config["model"], config["data"]
     settings = {field.name: model[field.name] for field in fields(ModuleSettings) if field.name in model}
     linked = {"max_prompt_tokens": data["max_prompt_tokens"], "stop": data["stop"]}
     given = {**model, "settings": settings | linked, "source": data["source"]}
     parser = ArgumentParser(exit_on_error=False)
-    for name in names:
-        parser.add_argument(f"--{name}", type=PARTS[name])
+    parser.add_argument(f"--{name}", type=PARTS[name])
     try:
-        return parser.instantiate(parser.parse_object({name: given[name] for name in names}))
+        return parser.instantiate(parser.parse_object({name: given[name]}))[name]
     except (TypeError, ImportError, ArgumentError) as error:
         raise ValueError(str(error)) from error
 

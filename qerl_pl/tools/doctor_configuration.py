@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from qerl_pl.cli.checks import check_class_paths, check_run_is_new
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.training import main as training
-from qerl_pl.cli.without_base import parts_without_base, training_problems
+from qerl_pl.cli.without_base import part_without_base, training_problems
 from qerl_pl.common.files import in_bytes
 from qerl_pl.common.program import restored_arguments
 from qerl_pl.common.run_folder import check_places, is_running
@@ -88,19 +88,19 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         return objects[0]
 
     @functools.cache
-    def alone() -> Any:
+    def alone(part: str) -> Any:
         try:
             check_class_paths(settings())  # before anything that a class path names is called
-            return parts_without_base(settings(), "settings", "rewards", "source")
+            return part_without_base(settings(), part)
         except ValueError:
             raise NotChecked("not checked, because the configuration could not be built") from None
 
     @functools.cache
     def problems() -> Sequence[Problem]:
-        return training_problems(alone().source)
+        return training_problems(alone("source"))
 
     def length() -> str:
-        return _length(settings(), objects[0].model.settings if objects else alone().settings)
+        return _length(settings(), objects[0].model.settings if objects else alone("settings"))
 
     def data() -> str:
         return _data(objects[0].datamodule) if objects else _rows(problems())
@@ -109,7 +109,7 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         if objects:
             return _scored(objects[0].model.rewards, objects[0].datamodule.some_train_prompts())
         prompts = [Prompt((0,), row.answer, text=row.question, row=row.row) for row in problems()[:SCORED]]
-        return _scored(alone().rewards, prompts)
+        return _scored(alone("rewards"), prompts)
 
     def start() -> str:
         return built() and _start_engine(arguments)

@@ -15,7 +15,7 @@ from rich.table import Table
 from qerl_pl import native
 from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
-from qerl_pl.cli.without_base import parts_without_base
+from qerl_pl.cli.without_base import part_without_base
 from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import phase
@@ -122,16 +122,16 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
     require_at_least(1, section="data.", batch_size=data["batch_size"], max_prompt_tokens=data["max_prompt_tokens"])
     check_devices(trainer)
     check_class_paths(model["engine"], "model.engine")
-    parts = parts_without_base(config, "settings", "engine")
+    settings, engine = part_without_base(config, "settings"), part_without_base(config, "engine")
     known = (*PROJECTIONS, *MERGED, *INSTEAD)  # which of them the base has is known only when it is loaded
-    if unknown := sorted(set(parts.settings.lora.targets) - set(known)):
+    if unknown := sorted(set(settings.lora.targets) - set(known)):
         raise ValueError(f"model.lora.targets has {unknown}; expected some of {', '.join(known)}")
     return run_memory(
-        parts.settings,
-        parts.engine,
+        settings,
+        engine,
         num_prompts=data["batch_size"],
         num_ranks=(trainer["devices"] if isinstance(trainer["devices"], int) else 1) * trainer["num_nodes"],
-        teacher=_teacher_shape(parts.settings),
+        teacher=_teacher_shape(settings),
     )
 
 

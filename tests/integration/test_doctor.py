@@ -152,6 +152,14 @@ def test_without_the_base_wrong_data_and_rewards_are_still_found(bases, tmp_path
     assert not (tmp_path / "called").exists()
 
 
+def test_with_a_wrong_setting_of_the_model_data_and_rewards_are_checked(bases, tmp_path, capsys):
+    wrong = {"model": {"max_grad_norm": -1.0, **NUMBERS["model"]}}
+    _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, wrong)
+    assert "model.max_grad_norm is -1.0" in said["configuration"]
+    assert said["data and template"].startswith("[ok]"), said
+    assert said["rewards"].startswith("[ok]"), said
+
+
 def test_a_reward_that_cannot_tell_answers_apart_is_said_to_have_no_signal(bases, tmp_path, capsys):
     constant = {"model": {"rewards": [{"name": "mine", "reward": "level_of_constant.level"}]}}
     (tmp_path / "level_of_constant.py").write_text(
