@@ -175,7 +175,7 @@ def time_per_token(shape: ModelShape, run: RunMemory, how: Recompute, tokens: in
     if not how.selective:
         return time
     whole = how.blocks / shape.num_layers
-    all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if run.fused and shape.fusable else (WHOLE, SELECTIVE)
+    all_blocks, selective = (FUSED_WHOLE, FUSED_SELECTIVE) if run.fuses(shape) else (WHOLE, SELECTIVE)
     # With LoRA dropout, a block that recomputes selectively repeats all of its forward pass except attention. It counts
     # as recomputed completely, which is a little too much; times with dropout were not measured.
     extra = whole * all_blocks + (1 - whole) * (all_blocks if run.dropout else selective)

@@ -121,7 +121,7 @@ def block_kept(shape: ModelShape, run: RunMemory, tokens: int) -> int:
     dropped values, which it shares with no other layer, and a mask of one byte per value. The attention's output is
     kept in any case, because backward of attention needs it.
     """
-    itemsize, fused = run.itemsize, run.fused and shape.fusable
+    itemsize, fused = run.itemsize, run.fuses(shape)
     norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
     norm_rows = shape.block_norms + shape.head_norms * (shape.num_heads + shape.num_key_heads)
     sizes = shape.recurrent
@@ -154,7 +154,7 @@ def block_kept_selectively(shape: ModelShape, run: RunMemory, tokens: int) -> in
     """
     sizes, expert_rank = shape.recurrent, run.rank_of_experts(shape)
     width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
-    in_place = ("q_proj", "k_proj") if run.fused and shape.fusable and not shape.head_norms else ()
+    in_place = ("q_proj", "k_proj") if run.fuses(shape) and not shape.head_norms else ()
     shared = ("v_proj", shape.last_linear, *in_place)
     if not run.dropout:
         outputs = set(run.targets) - set(shared)
@@ -180,7 +180,7 @@ def blocks_kept(shape: ModelShape, run: RunMemory, tokens: int, *, how: Recomput
         return 0, full
     less = block_kept_selectively(shape, run, tokens)
     # A fused norm keeps its input in the compute dtype, so ``full`` already includes the input of the block.
-    inputs = 0 if run.fused and shape.fusable else tokens * shape.hidden * run.itemsize
+    inputs = 0 if run.fuses(shape) else tokens * shape.hidden * run.itemsize
     return number * less, (number - 1) * less + inputs + full
 
 
@@ -196,7 +196,7 @@ def block_backward(shape: ModelShape, run: RunMemory, tokens: int) -> int:
     tensors of the expert's inner size and two gradients of its input per token; the gradients of adapters on experts
     exist twice in fp32.
     """
-    itemsize, fused = run.itemsize, run.fused and shape.fusable
+    itemsize, fused = run.itemsize, run.fuses(shape)
     scanned = min(tokens, max(GROUP_TOKENS, run.longest_row))
     scan = SCAN_BYTES * scanned * (shape.recurrent.query_width + shape.recurrent.value_width)
     linear = itemsize * (tokens * shape.inner + shape.largest_packed)

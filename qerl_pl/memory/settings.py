@@ -130,6 +130,10 @@ class RunMemory:
         adapters."""
         return expert_rank(self.rank, self.expert_rank, self.targets, shape.experts.chosen)
 
+    def fuses(self, shape: ModelShape) -> bool:
+        """Return whether norms, rotary embeddings and SwiGLU of a model are computed by fused kernels."""
+        return self.fused and shape.fusable
+
     def with_completions(self, tokens: int) -> RunMemory:
         """Return the settings with completions of up to ``tokens`` tokens in training and evaluation."""
         return replace(self, completion_tokens=tokens, evaluation_tokens=tokens)
