@@ -57,10 +57,9 @@ class CompletionLogger(Callback):
         of_tokens, of_validation = path.with_suffix(".safetensors"), _path(trainer, f"validate-{index + 1:06d}.jsonl")
         is_due = index % self.every == 0
         has_tokens = is_due and self.tokens_every and index // self.every % self.tokens_every == 0
-        if trainer.is_global_zero:  # files of a start with other intervals have other completions
-            for stale, replaced in ((path, is_due), (of_tokens, has_tokens), (of_validation, False)):
-                if not replaced:
-                    stale.unlink(missing_ok=True)
+        if trainer.is_global_zero:
+            for stale in (path, of_tokens, of_validation):  # of an earlier start, which may have had other intervals
+                stale.unlink(missing_ok=True)
         if has_tokens:
             _write_tokens(trainer, pl_module, of_tokens, outputs["rollout"], outputs["update"])
         if is_due:
