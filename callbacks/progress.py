@@ -79,11 +79,11 @@ class Progress(Callback):
         if not trainer.is_global_zero:
             return
         done, total = outputs["rollout_index"] + 1, pl_module.num_rollouts
-        metrics, reward = outputs["update"].metrics, "of no completion"
-        if len(rewards):
-            reward = f"{rewards.double().mean().item():.3f}"
-        values = [f"reward {reward}"] if table.rewarded else []
-        values += [f"KL to the teacher {float(metrics['teacher/kl']):.4f}"] if "teacher/kl" in metrics else []
+        values: list[str] = []
+        if table.rewarded:
+            values.append(f"reward {rewards.double().mean().item():.3f}" if len(rewards) else "no completion scored")
+        if (kl := outputs["update"].metrics.get("teacher/kl")) is not None:
+            values.append(f"KL to the teacher {float(kl):.4f}")
         if self._rollouts is not None:
             entropy = float(trainer.callback_metrics.get("policy/entropy", float("nan")))
             self._rollouts.set_postfix_str(", ".join([*values, f"entropy {entropy:.3f} nats"]), refresh=False)

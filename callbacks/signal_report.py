@@ -75,7 +75,7 @@ class SignalReport(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         numbers, scores = Counter[str](), defaultdict[str, list[Tensor]](list)
-        for of_rank, scores_of_rank in ranks.gather_values((self._numbers, dict(self._scores))):
+        for of_rank, scores_of_rank in ranks.gather_values((self._numbers, self._scores)):
             numbers.update(of_rank)
             for name, parts in scores_of_rank.items():
                 scores[name] += parts
