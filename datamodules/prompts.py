@@ -109,6 +109,7 @@ class PromptDataModule(LightningDataModule):
         require_at_least(0, section="data.", show_prompt=self.show_prompt, held_out=self.held_out)
         require_at_least(1, section="data.", val_limit=self.val_limit, hint=", or null for all")
         self.stop = tuple(self.stop)
+        self._arguments = self.template_arguments or {}
         self.num_dropped: dict[str, int] = {}
         self.num_with_special_tokens: dict[str, int] = {}
         self.num_shared = 0
@@ -126,9 +127,7 @@ class PromptDataModule(LightningDataModule):
         if self._validation and (self._train or not reads_train):
             return
         tokenizer = read_tokenizer(self.tokenizer)
-        check_chat_template(
-            tokenizer, system_prompt=self.system_prompt, arguments=self.template_arguments or {}, date=self.date
-        )
+        check_chat_template(tokenizer, system_prompt=self.system_prompt, arguments=self._arguments, date=self.date)
         if reads_clock(tokenizer):
             self.date = ranks.gather_values(self.date or today())[0]  # clocks of several machines may differ
             rank_zero_info(
@@ -143,7 +142,7 @@ class PromptDataModule(LightningDataModule):
         self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
         if reads_train:
             train = check_problems(self.source.train(), name)
-            settings = [self.system_prompt, self.question_template, self.template_arguments or {}]
+            settings = [self.system_prompt, self.question_template, self._arguments]
             self._inputs, self._columns = _digests(tokenizer, settings, train), _column_digests(train)
             train, self.num_shared = without_shared(train, validation)
             if self.num_shared and not train:
@@ -243,8 +242,7 @@ class PromptDataModule(LightningDataModule):
         problems = self._without_special_tokens(tokenizer, problems, side)
         settings = {"system_prompt": self.system_prompt, "question_template": self.question_template}
         chats = [chat_of(problem, **settings) for problem in problems]
-        arguments = self.template_arguments or {}
-        texts = [chat_text(tokenizer, chat, arguments, date=self.date) for chat in chats]
+        texts = [chat_text(tokenizer, chat, self._arguments, date=self.date) for chat in chats]
         rows = tokenizer(texts, add_special_tokens=False).input_ids  # the texts have the special tokens
         unknown = tokens_without_embedding(tokenizer, self.tokenizer)
         for row, problem in zip(rows, problems, strict=True) if unknown else ():
