@@ -242,7 +242,9 @@ def _check_calibrated(
         )
     length, positions = 0 if calibration is None else calibration.tokens.shape[1], config.get("max_position_embeddings")
     if positions is not None and length > positions:
-        raise ValueError(f"calibration sequences have {length} tokens and the model has {positions} positions")
+        raise ValueError(
+            f"calibration sequences have {length} tokens and the model has {positions} positions; lower --length"
+        )
     if calibration is None and (method == "gptq" or residual is not None):
         what = f"method {method}" if method == "gptq" else f"a residual of rank {residual}"
         raise ValueError(f"{what} needs calibration data: give --calibration")
