@@ -30,8 +30,9 @@ def main(argv: list[str]) -> int:
     with phase("reading the curves"):
         curves = {run: read_curves(run) for run in options.runs}
     summaries = {run: summarize(of_run) for run, of_run in curves.items()}
-    for run in [run for run, summary in summaries.items() if not summary]:
-        print(f"{run} has no scalars of training; if it is an evaluation, its results are in {run / 'evaluation'}")
+    for run, summary in summaries.items():
+        if not summary:
+            print(f"{run} has no scalars of training; if it is an evaluation, its results are in {run / 'evaluation'}")
     if any(summaries.values()):
         print_table(summaries)
     if options.picture:

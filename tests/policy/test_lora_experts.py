@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.checkpoint import check_identity, run_identity
 from qerl_pl.memory.parts import adapter_values
-from qerl_pl.memory.settings import RunMemory
 from qerl_pl.memory.shape import checkpoint_shape
 from qerl_pl.model.family import MLP, PROJECTIONS
 from qerl_pl.policy.lora import LoraSettings
@@ -31,6 +30,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.tools.merge import merged_tensors
 from tests.families import MIXTURES
 from tests.quant.test_experts import expert_weights, random_mixture
+from tests.random_models import run_of
 from tests.reference.experts import adapted, mixture
 from tests.rollout.conftest import random_adapter, save_mixture
 
@@ -124,7 +124,7 @@ def test_the_rank_is_that_of_attention_divided_by_the_experts_per_token(base, se
     expected = [(8 * rank, 128), (128, 8 * rank), (8 * rank, 64), (128, 8 * rank)]
     shape = checkpoint_shape(base, torch.float32)
     assert expert_shapes(policy) == (expected * shape.experts.layers if rank else [])
-    run = RunMemory(rows=1, prompt_tokens=1, completion_tokens=1, **{"rank": 6, **settings})
+    run = run_of(4, **{"rank": 6, **settings})
     adapter, planned = policy.adapter_state(), adapter_values(shape, run)
     of_experts = sum(tensor.numel() for name, tensor in adapter.items() if ".experts." in name)
     assert planned - adapter_values(shape, replace(run, expert_rank=0)) == of_experts
