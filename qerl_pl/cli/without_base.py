@@ -7,31 +7,34 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 
 from datamodules.sources import PromptSource, check_problems
+from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.common.types import Problem
 from qerl_pl.rewards.base import WeightedReward
 from qerl_pl.rollout.base import RolloutEngine
 from qerl_pl.settings.model import ModuleSettings
 
-PARTS = {
-    "settings": ModuleSettings,
-    "engine": RolloutEngine,
-    "rewards": list[WeightedReward],
-    "source": PromptSource,
+PARTS: dict[str, tuple[str, Any]] = {
+    "settings": ("model", ModuleSettings),
+    "engine": ("model.engine", RolloutEngine),
+    "rewards": ("model.rewards", list[WeightedReward]),
+    "source": ("data.source", PromptSource),
 }
-"""Parts that need no base model: the settings of the section ``model`` except engine and rewards, these two, and the
-source of the problems."""
+"""Section and type of each part that needs no base model, by name; "settings" are those of the section ``model`` except
+engine and rewards."""
 
 
 def part_without_base(config: Mapping[str, Any], name: str) -> Any:
-    """Build the part with a name in ``PARTS`` from a whole configuration, as ``fit --print_config`` prints it. The
-    caller has to check the class paths first (``checks.check_class_paths``). ValueError: the part cannot be built."""
+    """Build the part with a name in ``PARTS`` from a whole configuration, as ``fit --print_config`` prints it.
+    ValueError: the part cannot be built."""
     model, data = config["model"], config["data"]
     settings = {field.name: model[field.name] for field in fields(ModuleSettings) if field.name in model}
     linked = {"max_prompt_tokens": data["max_prompt_tokens"], "stop": data["stop"]}
     given = {**model, "settings": settings | linked, "source": data["source"]}
+    section, kind = PARTS[name]
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{name}", type=PARTS[name])
+    parser.add_argument(f"--{name}", type=kind)
     try:
+        check_class_paths(given[name], section)  # before anything that a class path names is called
         return parser.instantiate(parser.parse_object({name: given[name]}))[name]
     except (TypeError, ImportError, ArgumentError) as error:
         raise ValueError(str(error)) from error

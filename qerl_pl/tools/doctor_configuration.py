@@ -16,7 +16,7 @@ import psutil
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
-from qerl_pl.cli.checks import check_class_paths, check_run_is_new
+from qerl_pl.cli.checks import check_run_is_new
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.training import main as training
 from qerl_pl.cli.without_base import part_without_base, training_problems
@@ -90,7 +90,6 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     @functools.cache
     def alone(part: str) -> Any:
         try:
-            check_class_paths(settings())  # before anything that a class path names is called
             return part_without_base(settings(), part)
         except ValueError:
             raise NotChecked("not checked, because the configuration could not be built") from None

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl import native
-from qerl_pl.cli.checks import check_class_paths
 from qerl_pl.cli.training import main as training
 from qerl_pl.cli.without_base import part_without_base
 from qerl_pl.common.checks import require_at_least
@@ -121,7 +120,6 @@ def planned_run(config: Mapping[str, Any]) -> RunMemory:
             raise ValueError(f"model.{name} is not given; give a task and a model, e.g. -c gsm8k -c qwen2.5-7b")
     require_at_least(1, section="data.", batch_size=data["batch_size"], max_prompt_tokens=data["max_prompt_tokens"])
     check_devices(trainer)
-    check_class_paths(model["engine"], "model.engine")
     settings, engine = part_without_base(config, "settings"), part_without_base(config, "engine")
     known = (*PROJECTIONS, *MERGED, *INSTEAD)  # which of them the base has is known only when it is loaded
     if unknown := sorted(set(settings.lora.targets) - set(known)):

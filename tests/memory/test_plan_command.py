@@ -81,6 +81,14 @@ def test_a_setting_without_a_value_is_named(tmp_path, capsys, name):
     assert f"error: {name} is null" in f"{stop.value.code}{capsys.readouterr().err}"
 
 
+def test_what_is_no_optimizer_is_refused_without_a_call(bases, tmp_path, capsys):
+    settings = f"{{class_path: os.system, init_args: {{command: touch {tmp_path}/called}}}}"
+    wrong = ["--model.base", str(bases["dense"]), "--model.optimizer", settings]
+    assert command(["plan", "-c", TOY, "--gpu-memory", "8", *wrong]) == 2
+    assert "model.optimizer is os.system, a function that does not say what it makes" in capsys.readouterr().err
+    assert not (tmp_path / "called").exists()
+
+
 def test_settings_are_those_of_the_files_and_the_command_line(bases, tmp_path):
     changed = tmp_path / "changed.yaml"
     changed.write_text("model: {sampling: {max_tokens: 77}, lora: {rank: 3}}\n")
