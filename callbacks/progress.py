@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from typing_extensions import override
@@ -29,11 +30,11 @@ class Progress(Callback):
 
     On a terminal, one line is updated, and a second one during validation; messages of the program are printed above
     them. In a job's log or a file there is one line per rollout, with seconds instead of entropy, and further lines
-    while the first rollout or a validation lasts. The reward is the mean over rank 0's completions. The remaining time
-    is computed from the mean time per rollout, validations included, since this process started to train. Each
-    validation leaves a line with its reward and accuracy, and a complete run ends with the command that shows its
-    curves. Lightning's own bar counts epochs and optimizer steps, so configs/base.yaml turns it off
-    (``trainer.enable_progress_bar``).
+    while the first rollout or a validation lasts. The reward is the mean over the scored completions of all ranks. The
+    remaining time is computed from the mean time per rollout, validations included, since this process started to
+    train. Each validation leaves a line with its reward and accuracy, and a complete run ends with the command that
+    shows its curves, if TensorBoard's logger wrote them. Lightning's own bar counts epochs and optimizer steps, so
+    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
         every: rollouts from one line to the next if the output is no terminal. The last rollout always has a line.
@@ -100,8 +101,10 @@ class Progress(Callback):
         self._close_rollouts()
         if trainer.is_global_zero and trainer.global_step >= trainer.max_steps > 0:
             took = timedelta(seconds=round(time.perf_counter() - self._start))
+            has_curves = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)  # report reads them
             folder = shlex.quote(str(trainer.default_root_dir))
-            print(f"trained for {took}; `{called_as('report')} {folder}` shows the run", flush=True)
+            shown = f"; `{called_as('report')} {folder}` shows the run" if has_curves else ""
+            print(f"trained for {took}{shown}", flush=True)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:

@@ -160,11 +160,14 @@ def test_commands_with_the_config_yaml_of_a_run_do_not_log_to_its_folder(run, tm
     assert (run_dir / "metrics.csv").read_text() == written
 
 
-def test_a_logger_with_a_folder_of_its_own_keeps_it_and_the_run_has_its_settings(run, tmp_path):
+def test_a_logger_with_a_folder_of_its_own_keeps_it_and_the_run_has_its_settings(run, tmp_path, capfd):
     run_dir, settings = tmp_path / "run", tmp_path / "logger.yaml"
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path / "curves")}}
     settings.write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
     run("fit", run_dir, "-c", str(settings), *UNCHECKED, *SHORT)
+    printed = capfd.readouterr().out
+    assert "trained for" in printed
+    assert "shows the run" not in printed, "report needs the files of TensorBoard's logger"
     run("validate", run_dir, "-c", str(settings), *UNCHECKED, "--ckpt_path", "last")
     assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("metrics*.csv")} == {"curves"}
     written = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("config.yaml"))]
