@@ -26,23 +26,18 @@ def teacher_tables(paths: Sequence[Path]) -> dict[str, Any] | None:
         return None
     from qerl_pl.rollout.token_file import read_tokens  # imported here, because few pages need torch
 
-    def compared(path: Path) -> bool:
-        tokens = read_tokens(path)
-        return tokens is not None and tokens.teacher is not None
-
-    if not compared(paths[0]):
+    first = read_tokens(paths[0])
+    if first is None or first.teacher is None:
         return None
-    last = next(path for path in reversed(paths) if compared(path))
-    columns, tokens, excess = {}, None, np.zeros(0)
-    for path in (paths[0], last):
-        tokens = read_tokens(path)
-        assert tokens is not None
+    later = ((path, read_tokens(path)) for path in reversed(paths[1:]))
+    last = next(((path, tokens) for path, tokens in later if tokens and tokens.teacher is not None), (paths[0], first))
+    columns, tokens, excess = {}, first, np.zeros(0)
+    for path, tokens in ((paths[0], first), last):
         assert tokens.teacher is not None
         excess, offsets = -tokens.teacher.double().numpy(), tokens.offsets.numpy()
         position = np.arange(len(excess)) - np.repeat(offsets[:-1], np.diff(offsets))
         parts = [excess[(position >= low) & (position < high)] for low, high in pairwise(BOUNDS)]
         columns[int(path.stem.rpartition("-")[2])] = [float(part.mean()) if len(part) else None for part in parts]
-    assert tokens is not None
     ids, which, counts = np.unique(tokens.ids.numpy(), return_inverse=True, return_counts=True)
     sums = np.bincount(which, weights=excess)
     largest = np.argsort(-sums)[:MOST_TOKENS]
