@@ -245,13 +245,13 @@ class QeRLCLI(LightningCLI):
         """Build module, data and trainer. In the configuration, and so in config.yaml, the folder of loggers is written
         as ``RUN_DIR`` afterwards, so that other commands that read config.yaml do not log to this folder."""
         super().instantiate_classes()
-        for settings, place in self._places:
-            settings.save_dir = place
+        for settings, save_dir in self._save_dirs:
+            settings.save_dir = save_dir
 
     def _log_to(self, folder: str, loggers: Sequence[Namespace]) -> None:
         """Set the folder that the loggers write to; a logger whose ``save_dir`` the user has set keeps that folder."""
         run = self.config[str(self.subcommand)].run_dir
-        self._places: list[tuple[Namespace, str]] = []
+        self._save_dirs: list[tuple[Namespace, str]] = []
         for logger in loggers:
             if "save_dir" not in logger.get("init_args", {}):
                 continue
@@ -261,7 +261,7 @@ class QeRLCLI(LightningCLI):
             top, slash, below = str(settings.save_dir).partition("/")
             if top != RUN_DIR:
                 continue
-            self._places.append((settings, settings.save_dir))
+            self._save_dirs.append((settings, settings.save_dir))
             settings.save_dir = folder + slash + below
             is_csv = logger.class_path.endswith("CSVLogger")
             if (is_csv or logger.class_path.endswith("TensorBoardLogger")) and settings.version is None:

@@ -75,7 +75,7 @@ class Runner:
         self.waiting = deque(run for run in runs if not state.is_finished(study, run))
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.failed: list[Run] = []
-        self._told = time.monotonic()
+        self._status_time = time.monotonic()
         self._signal = 0
 
     def work(self) -> int:
@@ -90,8 +90,8 @@ class Runner:
                     return self._stop()
                 for slot in self.slots:
                     self._advance(slot)
-                if time.monotonic() - self._told >= STATUS_SECONDS:
-                    self._tell_progress()
+                if time.monotonic() - self._status_time >= STATUS_SECONDS:
+                    self._print_status()
                 time.sleep(POLL_SECONDS)
             return 0
         finally:
@@ -213,10 +213,10 @@ class Runner:
         print(f"stopped ({reason}); the same command goes on")
         return 128 + self._signal if self._signal else TIME_IS_UP
 
-    def _tell_progress(self) -> None:
+    def _print_status(self) -> None:
         """Print, for each run that is being executed, the last line of the log of its current command, for example
         which rollout is done."""
-        self._told = time.monotonic()
+        self._status_time = time.monotonic()
         for slot in self.slots:
             if slot.run is not None and slot.process is not None:
                 logs = [log for name in slot.commands if (log := state.log_of(slot.run.folder, name)).is_file()]
