@@ -60,14 +60,14 @@ class SignalReport(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        signal, batch = outputs["rollout"].sampled.has_signal, outputs["rollout"].sampled
-        scored, in_loss = batch.table.scored, batch.in_loss
+        batch = outputs["rollout"].sampled
+        signal, scored = batch.has_signal, batch.table.scored
         self._numbers.update(
             groups=len(signal),
             with_signal=int(torch.count_nonzero(signal)),
             rows=len(scored),
             unscored=int(torch.count_nonzero(~scored)),
-            cut_off=int(torch.count_nonzero(scored & ~in_loss)),
+            cut_off=int(torch.count_nonzero(scored & ~batch.in_loss)),
         )
         for name, scores in batch.table.components.items():
             self._scores[name].append(scores)
