@@ -122,7 +122,7 @@ def verdicts(point: Line, kind: str) -> np.ndarray:
 
 def page(lines: list[Line]) -> str:
     """Make docs/real_models.md."""
-    parts = (models, curves, differences, recipe, learnt, trl, four_bits, speeds, costs, long_runs, checks)
+    parts = (models, curves, differences, recipe, learnt, invented, trl, four_bits, speeds, costs, long_runs, checks)
     return TEXT.read_text().format(**{part.__name__: part(lines) or NOTHING for part in parts})
 
 
@@ -234,6 +234,24 @@ def learnt(lines: list[Line]) -> str:
             rows.append([*key, *cells])
     head = "model | task | arm | place learnt | answer learnt | lost | any answer gained | any answer lost | tokens"
     return tabled(f"{head} | cut, %", rows)
+
+
+def invented(lines: list[Line]) -> str:
+    """Show, validation by validation, how many completions have a program's output that the model made up, in runs of
+    which any completion had one."""
+    rows = []
+    for (model, task, arm), runs in groups(lines).items():
+        for run in runs:
+            points = run["validations"]
+            if not any(point.get("invented_share") for point in points):
+                continue
+            for point in points:
+                shares = [point[name] for name in ("strict", "lenient")]
+                shares += [point[name] for name in ("invented_share", "lenient_invented", "lenient_other")]
+                cells = ["" if share is None else f"{100 * share:.1f}" for share in shares]
+                rows.append([model, task, arm, run["shape"]["seed"], point["rollouts"], *cells])
+    head = "model | task | arm | seed | rollouts | strict | lenient | with invented output | right of these"
+    return tabled(f"{head} | right of the others", rows)
 
 
 def changes(run: Line) -> dict[str, float]:

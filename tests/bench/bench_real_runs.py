@@ -24,7 +24,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from tests.correctness.faults import WARNINGS, sources
 ARMS = ("bf16", "nvfp4", "nvfp4_aqn")
 REWARDS = ("strict", "lenient")  # of both tasks; the first one trains
 DIGITS = 5
+OUTPUT = "```output"  # opens what a program prints; nothing runs the programs in completions, so the model made it up
 CURVES = {  # curve of a result line -> the logged scalar that it is read from
     "strict": "train/strict",
     "lenient": "train/lenient",
@@ -107,9 +108,14 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def validation(file: Path, *, verdicts: bool) -> dict[str, Any]:
-    """Summarise a file of greedy completions of test problems. With ``verdicts`` the summary also has, for each reward,
-    a text with one character per problem: "1" for a right and "0" for a wrong answer."""
+    """Summarise a file of greedy completions of test problems. ``invented_share`` is the share of completions with the
+    output of a program, which the model must have made up, and ``lenient_invented`` and ``lenient_other`` are the
+    lenient accuracies with and without one (null if there are none). With ``verdicts`` the summary also has, for each
+    reward, a text with one character per problem: "1" for a right and "0" for a wrong answer."""
     rows = rows_of(file)
+    lenient: dict[bool, list[bool]] = {True: [], False: []}
+    for row in rows:
+        lenient[OUTPUT in row["completion"]].append(row["rewards"]["lenient"] == 1)
     right = {name: "".join("1" if row["rewards"][name] == 1 else "0" for row in rows) for name in REWARDS}
     return {
         "rollouts": int(file.stem.rpartition("-")[2]),
@@ -117,6 +123,9 @@ def validation(file: Path, *, verdicts: bool) -> dict[str, Any]:
         **{name: text.count("1") / len(rows) for name, text in right.items()},
         "completion_tokens": sum(row["num_tokens"] for row in rows) / len(rows),
         "truncated_share": sum(not row["finished"] for row in rows) / len(rows),
+        "invented_share": len(lenient[True]) / len(rows),
+        "lenient_invented": fmean(lenient[True]) if lenient[True] else None,
+        "lenient_other": fmean(lenient[False]) if lenient[False] else None,
         **({"verdicts": right} if verdicts else {}),
     }
 
