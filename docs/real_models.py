@@ -335,8 +335,14 @@ def speeds(lines: list[Line]) -> str:
         [*key, spread([median(run["curves"]["rollout_tokens_per_s"]) for run in runs if run["steps"]], 0)]
         for key, runs in by_jobs(lines).items()
     ]
-    of_shapes = TABLES["rollouts"].markdown(selected) if selected else ""
-    return f"{of_shapes}\n\n{tabled('model | task | arm | runs at a time | rollout tokens/s', rows)}".strip()
+    table = tabled("model | task | arm | runs at a time | rollout tokens/s", rows)
+    if not selected:
+        return table
+    about = (
+        "The following tables have sampled tokens per second of whole rollout calls by number of sequences, for models "
+        "with random weights and the shapes of this page's models, alone on a GPU."
+    )
+    return f"{table}\n\n{wrapped(about)}\n\n{TABLES['rollouts'].markdown(selected)}".strip()
 
 
 def costs(lines: list[Line]) -> str:
