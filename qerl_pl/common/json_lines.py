@@ -79,6 +79,15 @@ def object_in_text(text: str) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
+def as_json(value: object) -> str:
+    """Write a row that ``read_json_lines`` has read, or a value in it, as JSON; numbers keep the digits of the file."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {as_json(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_json, value)) + "]"
+    return value.written if isinstance(value, Written) else json.dumps(value)
+
+
 def is_null(value: object) -> bool:
     """Return whether a value of a data set is missing: null, or NaN, which pandas writes for null."""
     return value is None or (isinstance(value, float | Decimal) and math.isnan(value))

@@ -15,7 +15,7 @@ from qerl_pl.cli.errors import in_short
 from qerl_pl.cli.help_text import HelpFormatter
 from qerl_pl.cli.yaml_files import with_values
 from qerl_pl.common.files import replacing
-from qerl_pl.common.json_lines import only_entry, read_json_lines, stored_text
+from qerl_pl.common.json_lines import as_json, only_entry, read_json_lines, stored_text
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as
 from qerl_pl.common.types import Completion, Prompt
@@ -121,7 +121,7 @@ def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counte
             completions = [Completion(tokens, (), True, str(row["completion"])) for row in chunk]
             verdicts, _ = judge_rows(term, prompts, completions, finished=progress.update)
             for row, verdict in zip(chunk, verdicts, strict=True):
-                file.write(json.dumps({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
+                file.write(as_json({**row, "score": verdict.score, "reason": verdict.reason}) + "\n")
                 counts[verdict.score] += 1
                 if verdict.score is None:
                     reasons[verdict.reason] += 1

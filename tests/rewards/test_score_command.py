@@ -108,6 +108,15 @@ def test_an_answer_has_the_digits_of_the_file_as_in_training(files, tmp_path, mo
     assert [json.loads(line)["score"] for line in files[1].read_text().splitlines()] == [5, 3, 1]
 
 
+def test_numbers_of_a_row_come_back_with_the_digits_of_the_file(files):
+    kept = '"answer": 27.10, "large": 1234567890123456789.10, "x": 1e400, "y": [{"z": -0.50}, true, null, "\\u00e9"]'
+    files[0].write_text(f'{{"completion": "a", {kept}}}\n', encoding="utf-8")
+    assert score(files, "--reward", "gsm8k") == 0
+    assert files[1].read_text(encoding="utf-8").startswith(f'{{"completion": "a", {kept}, "score": ')
+    written = json.loads(files[1].read_text(encoding="utf-8"), parse_float=str)
+    assert (written["answer"], written["x"], written["score"]) == ("27.10", "1e400", "0.0")
+
+
 def test_a_reward_gets_the_question_and_is_refused_if_it_needs_tokens(files, tmp_path, monkeypatch, capsys):
     (tmp_path / "own_asked.py").write_text(
         "def text(prompts, completions):\n    return [len(prompt.text) for prompt in prompts]\n\n\n"
