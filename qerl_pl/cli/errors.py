@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from qerl_pl.cli.yaml_files import BASE_CONFIG, config_files
+from qerl_pl.cli.yaml_files import BASE_CONFIG, config_files, follows
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.run_folder import plain_yaml
 
@@ -87,8 +87,8 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
         return (
             f"{word[1]!r} is no option; a configuration is given by -c, such as -c quickstart, a setting by --KEY VALUE"
         )
-    if linked := re.match(r'Linked "([^"]+)" must be given via "?([^"]+)"?\.', message):
-        return f"{linked[1]} cannot be set: it follows from {linked[2]}; set that"
+    if linked := re.match(r'Linked "([^"]+)" must be given via |argument .* --> (\S+): invalid ', message):
+        return follows(linked[1] or linked[2])
     if "arser key" in message:
         return of_the_value(message, arguments)
     return "\n".join(line[:300] for line in message.splitlines()[:MOST_LINES])

@@ -45,7 +45,7 @@ from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
 from qerl_pl.cli.parser import Parser, accept_words, spelt_out
 from qerl_pl.cli.run_date import run_date
 from qerl_pl.cli.smoke import HELP, WholeRun, shorten
-from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml_files, config_files, plain_settings, with_paths
+from qerl_pl.cli.yaml_files import BASE_CONFIG, FOLLOWING, check_yaml_files, config_files, plain_settings, with_paths
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed, require_at_least
 from qerl_pl.common.files import in_words, traceback_file, write_whole
 from qerl_pl.common.packages import not_installed
@@ -145,12 +145,8 @@ class QeRLCLI(LightningCLI):
         text = "folder of the run (default: runs/ and the names of the -c files); each evaluation has a folder in it"
         parser.add_argument("--run_dir", type=run_folder, default="runs/default", help=text)
         parser.add_argument("--smoke", action="store_true", help=HELP)
-        parser.link_arguments("run_dir", "trainer.default_root_dir")
-        parser.link_arguments("seed_everything", "model.seed")
-        parser.link_arguments("seed_everything", "data.seed")
-        parser.link_arguments(("model.base", "model.base_format"), "data.tokenizer", compute_fn=base_folder)
-        parser.link_arguments("data.max_prompt_tokens", "model.max_prompt_tokens")
-        parser.link_arguments("data.stop", "model.stop")
+        for name, sources in FOLLOWING.items():
+            parser.link_arguments(sources, name, compute_fn=base_folder if name == "data.tokenizer" else None)
         parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:

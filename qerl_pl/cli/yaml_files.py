@@ -17,6 +17,15 @@ OPTIONS = ("-c", "--config")
 SECTIONS = ("model", "data", "trainer")
 MAY_BE_NULL = ("ckpt_path", "weights_only", "return_predictions", "verbose")
 KEYS = ("run_dir", *SECTIONS, "seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
+FOLLOWING: dict[str, str | tuple[str, ...]] = {
+    "trainer.default_root_dir": "run_dir",
+    "model.seed": "seed_everything",
+    "data.seed": "seed_everything",
+    "data.tokenizer": ("model.base", "model.base_format"),
+    "model.max_prompt_tokens": "data.max_prompt_tokens",
+    "model.stop": "data.stop",
+}
+"""Maps settings that cannot be set to the settings that they follow from."""
 DATA = (".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files that hold problems and not settings."""
 MOST_VALUES = 100_000
@@ -101,8 +110,8 @@ def fault_in_files(arguments: Sequence[str]) -> str | None:
 
 
 def check_yaml(path: Path) -> None:
-    """Raise ValueError, with file and line, for an unknown top-level key, an empty section, or a fault for which
-    ``mapping_in`` raises it."""
+    """Raise ValueError, with file and line, for an unknown top-level key, an empty section, a setting that follows from
+    others, or a fault for which ``mapping_in`` raises it."""
     if path.suffix in DATA:
         raise ValueError(
             f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "
@@ -118,6 +127,18 @@ def check_yaml(path: Path) -> None:
             raise ValueError(f"{_place(path, key)}: {key.value} has no value; give one, or leave the line out")
         if key.value in SECTIONS and isinstance(value, yaml.SequenceNode):
             raise ValueError(f"{_place(path, key)}: {key.value} is a list; expected settings as `key: value`")
+        if key.value in SECTIONS and isinstance(value, yaml.MappingNode):
+            for inner, _ in value.value:  # whose value the argument parser would replace without a word
+                if (name := f"{key.value}.{inner.value}") in FOLLOWING:
+                    raise ValueError(f"{_place(path, inner)}: {follows(name)}")
+
+
+def follows(name: str) -> str:
+    """Return the error message for a setting of ``FOLLOWING`` that was given a value."""
+    sources = FOLLOWING[name]
+    return (
+        f"{name} cannot be set: it follows from {sources if isinstance(sources, str) else ', '.join(sources)}; set that"
+    )
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:

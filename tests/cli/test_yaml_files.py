@@ -21,6 +21,13 @@ BOMB = "data: &a0 [1, 2, 3]\n" + "".join(f"x{n + 1}: &a{n + 1} [{', '.join([f'*a
         ("model:\n  lora:\n    rank: 3\n    rank: 4\n", "line 4: 'rank' is given a second time .first in line 3."),
         ("modell: {}\n", r"line 1: 'modell' is no setting; did you mean model\?"),
         ("x: {}\n", "line 1: 'x' is no setting; expected one of run_dir, model"),
+        (
+            "data:\n  batch_size: 4\n  seed: 5\n",
+            "line 3: data.seed cannot be set: it follows from seed_everything; set",
+        ),
+        ("trainer: {default_root_dir: here}\n", "line 1: trainer.default_root_dir .* follows from run_dir; set that"),
+        ("model: {stop: [a]}\n", "line 1: model.stop cannot be set: it follows from data.stop; set that"),
+        ("data: {tokenizer: here}\n", "data.tokenizer .* follows from model.base, model.base_format; set that"),
         ("model:\n", "line 1: model has no value"),
         ("data: {}\nrun_dir: null\n", "line 2: run_dir has no value"),
         ("model: &a\n  lora: *a\n", "line 1: an alias"),

@@ -153,6 +153,7 @@ MISTAKES = [
     ("--trainer.accelerator gpu", r"no CUDA GPU; use auto or cpu"),
     (f"--trainer.logger {LOGGERS}.CometLogger", r"CometLogger: .*pip install"),
     ("--data.seed 3", r"data\.seed cannot be set: it follows from seed_everything"),
+    ("--trainer.default_root_dir here", r"default_root_dir cannot be set: it follows from run_dir; set that"),
     ("-c gone.yaml", r"there is no file gone\.yaml"),
     ("-c gms8k", r"did you mean gsm8k\? \(there are: "),
     ("--model.base models/gone", r"there is no folder models/gone; give a model.s name on the hub"),
