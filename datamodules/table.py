@@ -9,6 +9,7 @@ from typing import Literal
 from datamodules.filters import Filters, Value
 from datamodules.messages import chat_of_value, question_of, read_messages
 from datamodules.rows import BadRows, OnBadRows, Row, in_share, read_rows
+from qerl_pl.common.json_lines import is_null
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
 
@@ -28,7 +29,7 @@ class Table:
             chosen by a hash of the question, so the choice is the same in every run and for any order of the rows.
         question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``, which may
             be stored as JSON text. If several columns are named, their texts are joined by line breaks. None: the
-            column ``question``, or ``prompt`` in a row without a column ``question``.
+            column ``question``, or ``prompt`` in a row without a ``question``.
         answer: column of the verifiable answer: a text, a number, or a list of one of these; None if the reward needs
             no answer.
         marker: what marks the final answer if the answer column holds a worked solution: "boxed" (``\\boxed{}``) or
@@ -130,7 +131,7 @@ class Table:
     def _asked(self, row: Row) -> tuple[str, tuple[Message, ...]]:
         column = self.question
         if column is None:
-            column = "prompt" if "prompt" in row.columns and "question" not in row.columns else "question"
+            column = "prompt" if "prompt" in row.columns and is_null(row.columns.get("question")) else "question"
         if not isinstance(column, str):
             return "\n".join(row.text(name) for name in column), ()
         value = row.value(column)

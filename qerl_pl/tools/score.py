@@ -15,7 +15,7 @@ from qerl_pl.cli.errors import in_short
 from qerl_pl.cli.help_text import HelpFormatter
 from qerl_pl.cli.yaml_files import with_values
 from qerl_pl.common.files import replacing
-from qerl_pl.common.json_lines import as_json, only_entry, read_json_lines, stored_text
+from qerl_pl.common.json_lines import as_json, is_null, only_entry, read_json_lines, stored_text
 from qerl_pl.common.phases import phase
 from qerl_pl.common.program import called_as
 from qerl_pl.common.types import Completion, Prompt
@@ -146,8 +146,8 @@ def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
 
 def _prompt(row: Row, tokens: tuple[int, ...]) -> Prompt:
     """Make the prompt of a row from the text or the list of messages in its column ``question`` or, in a row without
-    this column, ``prompt``; in a row without both, the prompt is empty."""
-    asked: Any = row.get("question", row.get("prompt"))
+    a question, ``prompt``; in a row without both, the prompt is empty."""
+    asked: Any = row.get("prompt") if is_null(row.get("question")) else row["question"]
     is_chat = isinstance(asked, list) and all(
         isinstance(each, dict) and {"role", "content"} <= {*each} for each in asked
     )

@@ -369,6 +369,12 @@ def test_question_goes_before_prompt_and_columns_can_be_joined(tmp_path):
     assert table(path, question=["prompt", "question"]).train()[0].question == "p\nq"
 
 
+def test_a_null_question_is_none_and_the_prompt_is_asked(tmp_path):
+    rows = {"question": ["q", None, None], "prompt": [None, "p", ""], "answer": ["1", "2", "3"]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "t.parquet")
+    assert [problem.question for problem in table(tmp_path / "t.parquet", bad_rows="drop").train()] == ["q", "p"]
+
+
 def test_several_files_patterns_capitals_and_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("a.jsonl", "b.JSONL", "c.Jsonl"):

@@ -129,7 +129,7 @@ def test_a_reward_gets_the_question_and_is_refused_if_it_needs_tokens(files, tmp
     monkeypatch.syspath_prepend(tmp_path)
     asked = [
         {"question": "12345", "prompt": "1"},
-        {"prompt": "123"},
+        {"question": None, "prompt": "123"},
         {},
         {"prompt": [{"role": "user", "content": "12"}]},
     ]
