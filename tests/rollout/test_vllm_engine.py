@@ -26,6 +26,7 @@ from tests.rollout.conftest import (
     make_policy,
     out_of_memory,
     random_adapter,
+    save_dense,
     some_prompts,
     started_engine,
 )
@@ -181,6 +182,14 @@ def test_a_base_whose_fused_linears_have_scales_of_their_own_is_refused_on_a_gpu
     vllm_setup.check_fused_scales(checkpoints["nvfp4"])
     with pytest.raises(ValueError, match=r"_proj.*qerl_pl quantize"):
         vllm_setup.check_fused_scales(checkpoints["separate"])
+
+
+@pytest.mark.vllm
+def test_heads_that_vllm_does_not_compute_on_a_cpu_are_refused_at_the_start(tmp_path):
+    save_dense(tmp_path, head_dim=24)
+    engine = VLLMEngine(block_size=BLOCK_SIZE)
+    with pytest.raises(ValueError, match=r"^the base has attention heads of dimension 24,.* expected one of 32, 64, "):
+        engine.start(make_policy(str(tmp_path)), max_model_len=MAX_MODEL_LEN)
 
 
 @pytest.mark.vllm

@@ -76,7 +76,9 @@ def launch(
             recorder=recorder,
             on_cpu=on_cpu,
         )
-        if not on_cpu:
+        if on_cpu:
+            setup.check_head_dims(policy.config)
+        else:
             setup.prepare_gpu(policy, compute, kernel)
         owns_group = not dist.is_initialized()
         try:

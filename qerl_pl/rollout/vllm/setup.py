@@ -11,11 +11,13 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import distributed as dist
+from transformers import PretrainedConfig
 
 from qerl_pl import native
 from qerl_pl.common.files import in_bytes
 from qerl_pl.memory.shape import is_unpacked
 from qerl_pl.model.files import Checkpoint
+from qerl_pl.model.layers import head_dims
 from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
@@ -119,6 +121,19 @@ def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype
     need."""
     if kernel == "native" and (missing := native.lacks(fmt, dtype)):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
+
+
+def check_head_dims(config: PretrainedConfig) -> None:
+    """Raise ValueError if vLLM has no attention on a CPU for the dimension of the model's heads; vLLM itself would fail
+    only in its first forward pass."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if other := next((dim for dim in head_dims(config) if dim not in known), None):
+        raise ValueError(
+            f"the base has attention heads of dimension {other}, which vLLM does not compute on a CPU; expected one of "
+            f"{', '.join(map(str, known))}: set model.engine to qerl_pl.rollout.hf.TransformersEngine, or use a GPU"
+        )
 
 
 def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -> bool:
