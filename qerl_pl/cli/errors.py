@@ -128,6 +128,9 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
         return message
     if len(inner) == 1:  # a setting inside of the one that was given as a mapping
         place = inner[0] if inner[0].startswith(f"{place}.") else f"{place}.{inner[0]}"
+    if value[1] == "None" and union is not None and union[2] == "dict":  # null inside of a mapping
+        kinds = [kind for kind in kinds if kind != "null"]
+        return f"{place} has null in {union[3][:100]}; expected {' or '.join(dict.fromkeys(kinds))} there"
     return _expected(place, value[1], " or ".join(dict.fromkeys(kinds)), arguments)
 
 

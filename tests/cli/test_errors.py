@@ -125,6 +125,13 @@ def test_the_line_of_a_value_has_the_whole_value(tmp_path):
             "Parser key \"model.base\":\n  Expected a <class 'str'>. Got value: None",
             "model.base is null, or not given; expected text; give configurations by -c, such as -c quickstart",
         ),
+        (
+            'Parser key "between":\n  Does not validate against any of the Union subtypes\n'
+            "  Subtypes: [dict[str, tuple[float, float]], <class 'NoneType'>]\n  Errors:\n"
+            "    - Expected a <class 'float'>. Got value: None\n    - Expected a <class 'NoneType'>\n"
+            "  Given value type: <class 'dict'>\n  Given value: {'rate': [0.2, None]}",
+            "between has null in {'rate': [0.2, None]}; expected a number there",
+        ),
         ("the run has 2 rollouts", "the run has 2 rollouts"),
         ("a\nb\nc\nd\ne\nf\ng", "a\nb\nc\nd\ne"),
     ],
