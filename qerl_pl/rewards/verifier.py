@@ -107,7 +107,9 @@ class Verifier:
         waiting, retried = deque(range(len(rows))), set[int]()
         failed_starts = 0
         while len(verdicts) < len(rows):
-            while len(self._workers) < min(self.num_workers, len(rows) - len(verdicts)):
+            # One worker more than rows, so that when a comparison does not end, another worker is ready to say whether
+            # the known answer alone can be parsed.
+            while len(self._workers) < min(self.num_workers, len(rows) - len(verdicts) + 1):
                 self._workers.append(_Worker())
             for worker in self._workers:
                 if worker.ready and worker.row is None and waiting:

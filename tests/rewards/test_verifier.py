@@ -66,6 +66,18 @@ def test_a_hanging_row_is_wrong_and_the_others_keep_their_order_off_the_main_thr
     assert verifier.judge([]) == []
 
 
+def test_a_worker_that_is_ready_takes_the_place_of_one_that_hangs():
+    pool = Verifier(num_workers=2, time_limit=0.3)
+    try:
+        assert pool.judge([("x+1", "1+x")])[0].score == 1.0
+        started = set(pool.pids())
+        assert len(started) == 2, "also if there is only one row"
+        assert "can be parsed by itself" in pool.judge([("x+1", HANGING[1])])[0].reason
+        assert started & set(pool.pids())
+    finally:
+        pool.close()
+
+
 def test_a_known_answer_that_hangs_alone_leaves_its_row_unscored(verifier):
     (verdict,) = verifier.judge([HANGING[::-1]])
     assert verdict.score is None
