@@ -22,7 +22,7 @@ from qerl_pl.memory.settings import check_limit
 from qerl_pl.module import QeRLModule
 from qerl_pl.policy import evidence as likelihood
 from qerl_pl.policy.branches import branch_evidence
-from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE, change, jump
+from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE, apart, change, jump
 from qerl_pl.rollout.loop import Rollout
 from qerl_pl.rollout.measured import Measured, measure_some
 from qerl_pl.rollout.other_policies import OF_BEFORE, OTHER_POLICIES, WITHOUT_ADAPTER, WITHOUT_NOISE, measure_others
@@ -117,8 +117,9 @@ class RolloutEvidence(Callback):
 
     There is a warning if the completions' length or its spread, the share of finished completions, the reward or the
     share of distinct completions differs from the previous rollout by more than chance explains; the run goes on,
-    because a policy may change so fast. There is another warning if for several rollouts no group had completions with
-    different rewards.
+    because a policy may change so fast. Rollouts of a few groups are compared with several earlier ones: with 3 if they
+    have 8 groups, with 11 if they have 5; with fewer than 5 groups there is no such warning. There is another
+    warning if for several rollouts no group had completions with different rewards.
 
     The multiples of medians hold only for rollouts in which at least 64 different tokens are compared, because means of
     fewer tokens vary too much.
@@ -142,7 +143,8 @@ class RolloutEvidence(Callback):
             first two rollouts of a run (if ``window`` is at least 4), whose medians are mostly estimates. null: no
             multiple stops the run.
         warn_jump: multiple of that median above which there is a warning.
-        window: number of rollouts in that median.
+        window: number of rollouts in that median, and of earlier rollouts with which lengths, rewards and so on are
+            compared at most.
         silent_rollouts: number of consecutive rollouts without a group whose completions earned different rewards,
             after which there is a warning.
         remembered: number of most recent completions with which new completions are compared to find copies.
@@ -189,6 +191,7 @@ class RolloutEvidence(Callback):
         self._gaps: dict[str, list[float]] = {}
         self._excess: dict[str, float] = {}
         self._numbers: dict[str, list[float]] = {}
+        self._ranges: dict[str, list[list[float]]] = {}  # lowest, highest and number of the values of each rollout
         self._silent = 0
         self._rewards_are_own = True  # whether rewards seem to depend on their completion alone
         self._seen: list[tuple[int, int]] = []  # digests of prompt and completion
@@ -199,9 +202,18 @@ class RolloutEvidence(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
-        numbers = {"numbers": self._numbers, "silent": self._silent, "rewards_are_own": self._rewards_are_own}
+        numbers = {"numbers": self._numbers, "ranges": self._ranges}
+        flags = {"silent": self._silent, "rewards_are_own": self._rewards_are_own}
         others = {"strengths": self._strengths, "adapter_before": self._adapter_before}
-        return {"evidence": evidence, "gaps": self._gaps, "excess": self._excess, **numbers, "seen": seen, **others}
+        return {
+            "evidence": evidence,
+            "gaps": self._gaps,
+            "excess": self._excess,
+            **numbers,
+            **flags,
+            "seen": seen,
+            **others,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,6 +222,7 @@ class RolloutEvidence(Callback):
         self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
         self._excess, self._numbers = dict(state_dict["excess"]), dict(state_dict["numbers"])
         self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
+        self._ranges = dict(state_dict.get("ranges", {}))
         self._rewards_are_own = state_dict.get("rewards_are_own", True)  # older checkpoints have none of these
         self._strengths = dict(state_dict.get("strengths", {}))
         self._adapter_before = state_dict.get("adapter_before")
@@ -448,14 +461,16 @@ class RolloutEvidence(Callback):
             for name, values in part.items():
                 numbers[name] += values
         for name, now in numbers.items():
-            before = self._numbers.get(name, [])
-            if before and now and change(now, before) < self.false_alarm:
+            before, ranges = self._numbers.get(name, []), self._ranges.get(name, [])
+            if before and now and 2 * min(change(now, before), apart(now, ranges)) < self.false_alarm:
                 first, second = (math.fsum(values) / len(values) for values in (before, now))
                 rank_zero_warn(
                     f"the {name} changed from {first:.3g} in rollout {index - 1} to {second:.3g} in rollout {index}, "
                     "more than chance explains: look at RUN/completions of both, and whether the learning rate is too "
                     "high"
                 )
+            if now:
+                self._ranges[name] = [*ranges, [min(now), max(now), len(now)]][-self.window :]
         self._numbers = dict(numbers)
 
     def _count_silence(self, rollout: Rollout) -> None:

@@ -24,7 +24,7 @@ from qerl_pl.policy.evidence import (
     order_evidence,
     repeats,
 )
-from qerl_pl.policy.jumps import change, far_share, high_gap, jump, logit_gap
+from qerl_pl.policy.jumps import apart, change, far_share, high_gap, jump, logit_gap
 
 ENDS = torch.tensor([3, 7])
 
@@ -270,6 +270,33 @@ class TestChange:
         assert change([1.0] * 16, [1.0] * 16) == 1.0
         with warnings.catch_warnings(action="error"):  # equal but for the rounding of means
             assert change([0.1, 0.1 + 1e-9, 0.1], [0.1, 0.1 - 2e-9]) == 1.0
+
+
+class TestApart:
+    @staticmethod
+    def ranges(rollouts):
+        return [[min(values), max(values), len(values)] for values in rollouts]
+
+    @pytest.mark.parametrize(("num", "earlier"), [(5, 11), (8, 3), (11, 2), (16, 1)])
+    @pytest.mark.parametrize("factor", [100.0, 0.01])
+    def test_a_hundredfold_change_of_few_values_shows_after_some_rollouts(self, num, earlier, factor):
+        values = torch.randn(earlier + 1, num, generator=torch.Generator().manual_seed(14)).exp().clamp(0.2, 5)
+        *before, now = values.tolist()
+        assert 2 * apart([factor * value for value in now], self.ranges(before)) < 1e-6
+        assert apart([factor * value for value in now], self.ranges(before[1:])) > 1e-6 / 2
+        assert apart(now, self.ranges(before)) == 1.0
+
+    def test_draws_are_apart_no_more_often_than_it_says(self):
+        rollouts = torch.rand(4000, 4, 3, generator=torch.Generator().manual_seed(15)).tolist()
+        found = torch.tensor([apart(now, self.ranges(before)) for *before, now in rollouts], dtype=torch.float64)
+        for probability in found.unique():
+            assert (found <= probability).double().mean() <= 1.5 * probability
+        assert found.unique().tolist() == pytest.approx([2 / math.comb(n, 3) for n in (12, 9, 6)] + [1.0])
+
+    def test_only_the_latest_rollouts_count_and_rounding_is_no_distance(self):
+        assert apart([1.0, 1.0], self.ranges([[5.0, 0.0], [3.0, 2.0], [4.0, 3.0]])) == 2 / math.comb(6, 2)
+        assert apart([1.0 + 1e-9, 1.0], self.ranges([[1.0 - 1e-9, 1.0 - 1e-9]])) == 1.0
+        assert apart([1.0], []) == 1.0
 
 
 class TestGaps:

@@ -55,6 +55,22 @@ def change(now: Sequence[float], before: Sequence[float]) -> float:
     return float(result.pvalue)
 
 
+def apart(now: Sequence[float], ranges: Sequence[Sequence[float]]) -> float:
+    """Return the probability that chance alone puts all values of a rollout, ``now``, above or below all those of the
+    rollouts before it. ``ranges`` has the lowest value, the highest value and the number of values of each earlier
+    rollout, oldest first. Only as many of the latest rollouts count as ``now`` is apart from; 1 if it is not apart from
+    the last one. If N earlier values and n values now are drawn from one distribution, every choice of n of them is as
+    likely to be those of now, so the probability is 2 / binomial(N + n, n), whatever the distribution is."""
+    probability, lowest, highest, number = 1.0, math.inf, -math.inf, 0
+    for low, high, count in reversed(ranges):
+        lowest, highest, number = min(lowest, low), max(highest, high), number + int(count)
+        distance = max(min(now) - highest, lowest - max(now))
+        if distance <= ROUNDING * max(map(abs, (*now, lowest, highest))):
+            break
+        probability = 2 / math.comb(number + len(now), len(now))
+    return probability
+
+
 def far_share(log_ratio: Tensor) -> float:
     """Return the share of tokens whose probabilities in trainer and sampler differ by a factor of more than 8
     (``FAR``). ``log_ratio`` [N] is the difference of the two log-probabilities of each token, in nats.

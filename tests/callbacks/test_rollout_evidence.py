@@ -24,6 +24,7 @@ from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
 from qerl_pl.rollout.readings import have_own_rewards, lengths_and_means
+from qerl_pl.rollout.scored import ScoredBatch
 from tests.callbacks.conftest import with_arguments
 from tests.integration.conftest import SHORT, VLLM, arguments, differences, load_last
 from tests.integration.toy import majority
@@ -207,6 +208,29 @@ def test_the_gap_of_a_few_tokens_is_no_jump(num_rows, monkeypatch):
         rollout(index)
     with nullcontext() if num_rows == 2 else pytest.raises(CheckFailed, match="times the usual"):
         rollout(300, factor=4.0)
+
+
+@pytest.mark.parametrize(("num_groups", "earlier"), [(5, 11), (8, 3), (32, 1)])
+def test_a_hundredfold_change_of_the_length_between_two_rollouts_is_warned_of(num_groups, earlier, recwarn):
+    evidence, generator = RolloutEvidence(), torch.Generator().manual_seed(0)
+
+    def rollout(index: int, factor: int) -> None:
+        shares = torch.rand(num_groups * 4, generator=generator).tolist()
+        rows = [Completion((7,) * round(factor * (1 + share)), (-0.1,), True) for share in shares]
+        prompts = [Prompt((index, group), "7") for group in range(num_groups) for _ in range(4)]
+        table = score_rewards([WeightedReward("half", lambda prompts, completions: [0.5] * len(rows))], prompts, rows)
+        evidence._warn_of_changes(ScoredBatch.of(prompts, [""] * num_groups, rows, table, 4), index)
+
+    for index in range(earlier):
+        rollout(index, 400)
+    assert not recwarn.list
+    state = evidence.state_dict()
+    evidence = RolloutEvidence()
+    evidence.load_state_dict(state)
+    with pytest.warns(
+        UserWarning, match=rf"mean length .* in rollout {earlier - 1} to \d\S+ in rollout {earlier}, more"
+    ):
+        rollout(earlier, 4)
 
 
 def own_length(prompts: list[Any], completions: list[Any]) -> list[float]:
