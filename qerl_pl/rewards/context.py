@@ -76,6 +76,9 @@ _REASON = re.compile(r"\b(?:because|since|as|although|though)\b|[,(] (?:not|wher
 _CONTRAST = re.compile(r"\b(?:but|yet|though|although|however|unfortunately)\b,? ?|(?:it|s?he|they) \w+n't\b", re.I)
 _POINTS_BACK = re.compile(r"(?:it(?! would be| may| might)|th(?:is|at|ese|ose)|I)\b", re.I)
 _SUBJECT = re.compile(r"(?:\w+,? )?(?:it|this|that|I|we|s?he|they)\b", re.I)
+# Matches answers that deny, and sentences behind them that repeat the denial of the question: "No, it is not possible".
+_DENIAL = re.compile(rf"(?i)\W*(?:\\text\w*\W*)?(?:no|not|none|never|{_FALSE})\b")
+_OF_THE_QUESTION = re.compile(rf"[\s,:(-]*(?:it|this|that|the (?!answer\b)\w+) ?{_IS}", re.IGNORECASE)
 # Matches words of a claim that may be another's, may be uncertain, or holds for another case.
 _WEAK = re.compile(
     r"(?i)\b(?:would have|might|tempt\w*|guess\w*|perhaps|maybe|claims?|says?|said|writes?|wrote|thinks?"
@@ -137,6 +140,8 @@ def is_withdrawn(before: str, behind: str, answer: str) -> bool:
     if any(weak or _POINTS_BACK.match(contrast.string, contrast.end()) for contrast in contrasts):
         return True
     about = [own, following if _SUBJECT.match(following) else ""]
+    if _DENIAL.match(answer):
+        about = [sentence for sentence in about if not _OF_THE_QUESTION.match(sentence)]
     if any(_ERRS.search(_REASON.split(sentence)[0]) for sentence in about) or (weak and _ERRS.search(own)):
         return True
     again = rf"(?<![\d.]){re.escape(answer[:_BEHIND])}[^\d]*$|\b(?:yes|indeed|confirm\w*)\b"

@@ -232,3 +232,19 @@ def test_a_correction_counts_unless_the_text_ends_with_the_same_answer(value):
 def test_a_number_that_is_stated_again_is_read_whole(length):
     text = f"\\boxed{{240}}. {'a ' * (length // 2)}{'.' * (length % 2)}So the answer is 240."
     assert last_boxed(text) == "240"
+
+
+@pytest.mark.parametrize("answer", [r"\text{No}", "no", r"\text{False}", r"\textbf{impossible}", "None of these"])
+def test_an_answer_that_denies_is_explained_by_a_denial_and_taken_back_by_one_of_itself(answer):
+    for reason in (
+        ", it is not possible",
+        ". It is impossible to tile the board",
+        "$, that is not true for $n = 2",
+        ": this is wrong in general",
+        ", the claim is false",
+    ):
+        assert last_boxed(f"So \\boxed{{{answer}}}{reason}.") == answer, reason
+    for reason in (" is wrong", " is not correct", ", which is not true", ", but that is wrong", ". I was wrong"):
+        assert last_boxed(f"So \\boxed{{{answer}}}{reason}.") == "", reason
+    assert last_boxed(f"So \\boxed{{{answer}}}. No, that answer is wrong.") == ""
+    assert last_boxed("So \\boxed{\\text{Yes}}, it is not possible.") == ""
