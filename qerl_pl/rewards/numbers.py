@@ -75,8 +75,10 @@ _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _ASIDE = re.compile(r"(?<=\s)\([^()]*\)")
 _ASIDE_AT_END = re.compile(r"\s*\(([^()]*)\)[\s.]*$")
 _BOUND = re.compile(
-    r"(?:\b(?:except|not|than|least|most|all but|under|over|below|above)|n't)\s+\W*$", re.IGNORECASE
-)  # "at least 42"
+    r"(?:\b(?:except|not|than|least|most|all but|under|over|below|above)|n't)\s+\W*$"
+    r"|(?:(?<![<\w])\w+|[^\s\w=<>-])\s*(?:[<>!]=|[<>\u2264\u2265\u2260]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?))\s*$",
+    re.IGNORECASE,
+)  # "at least 42", "x > 42"
 _REMARK = re.compile(r"\W*(?:note|check|hint|remember)\b", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
@@ -175,8 +177,8 @@ def leading_number(text: str) -> Number | None:
 
 def last_number(text: str) -> Number | None:
     """Read the last number of a text, from the last line that has a number and is no remark ("Check: ..."). None if
-    there is no number, or if words such as "at least" make the number a bound. Numbers in parentheses count only if the
-    line has no others, and a number in bold is preferred to others of its line."""
+    there is no number, or if words such as "at least" or a sign such as "<" make the number a bound. Numbers in
+    parentheses count only if the line has no others, and a number in bold is preferred to others of its line."""
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):
         line = line[-MAX_ANSWER:]

@@ -14,7 +14,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.rewards.answers import last_boxed, last_hash, last_tagged
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rewards.number_words import in_digits
-from qerl_pl.rewards.numbers import parse_number
+from qerl_pl.rewards.numbers import last_number, parse_number
 
 DATA = Path(os.environ.get("QERL_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
@@ -93,3 +93,19 @@ def test_what_is_no_whole_number_stays_as_it_is(text):
 
 def test_two_numbers_in_words_are_no_answer():
     assert parse_number("one or two") is None
+
+
+@pytest.mark.parametrize("sign", ["<", ">", "<=", ">=", "!=", "\u2264", "\u2265", "\u2260", "\\leq", "\\ge", "\\ne"])
+def test_a_number_behind_a_sign_of_comparison_is_a_bound_and_one_behind_an_arrow_or_in_a_quotation_is_not(sign):
+    for line in (f"so x {sign} 42", f"so $x{sign}42$.", f"(x + 1) {sign} 42 apples"):
+        assert last_number(line) is None, line
+    for line in (
+        "40 + 2 -> 42",
+        "40 + 2 => 42",
+        "> 42",
+        "<<40+2=42>>42",
+        "<b>42</b>",
+        "<answer>42",
+        "40 + 2 \u2192 42",
+    ):
+        assert last_number(line) == (42, False), line
