@@ -79,6 +79,7 @@ _BOUND = re.compile(
     r"|(?:(?<![<\w])\w+|[^\s\w=<>-])\s*(?:[<>!]=|[<>\u2264\u2265\u2260]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?))\s*$",
     re.IGNORECASE,
 )  # "at least 42", "x > 42"
+_TAG = re.compile(r"<[/|]?[A-Za-z][^<>\s]*>")  # "</p>", "<br/>", "<|assistant|>": not the sign >
 _REMARK = re.compile(r"\W*(?:note|check|hint|remember)\b", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|boxed|fbox|underline|operatorname)\s*\{([^{}]*)\}"
@@ -193,7 +194,7 @@ def last_number(text: str) -> Number | None:
             return bold[-1]
         if matches:
             match, number = matches[-1]
-            return None if _BOUND.search(plain[: match.start()]) else number
+            return None if _BOUND.search(_TAG.sub("", plain[: match.start()])) else number
     return None
 
 

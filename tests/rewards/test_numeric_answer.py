@@ -106,6 +106,9 @@ def test_a_number_behind_a_sign_of_comparison_is_a_bound_and_one_behind_an_arrow
         "<<40+2=42>>42",
         "<b>42</b>",
         "<answer>42",
+        "40 + 2</p> 42",
+        "Total:<br/> 42",
+        "<|assistant|> 42",
         "40 + 2 \u2192 42",
     ):
         assert last_number(line) == (42, False), line
