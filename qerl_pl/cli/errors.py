@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from qerl_pl.cli.yaml_files import BASE_CONFIG, config_files, follows
+from qerl_pl.cli.yaml_files import BASE_CONFIG, FOLLOWING, config_files, follows
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.run_folder import plain_yaml
 
@@ -206,6 +206,8 @@ def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
 
 
 def _expected(place: str, value: str, kinds: str, arguments: Sequence[str]) -> str:
+    source = FOLLOWING.get(place)  # the user has set this one
+    place = source if isinstance(source, str) else place
     if value == "None":
         only_base = all(path == BASE_CONFIG for path in config_files(arguments))
         start = "; give configurations by -c, such as -c quickstart" if only_base else ""

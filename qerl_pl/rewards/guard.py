@@ -103,7 +103,8 @@ def _checked(name: str, row: int, score: Any) -> float | None:
         return None
     if not isinstance(score, numbers.Real | Decimal) or not abs(float(score)) <= LARGEST:  # also refuses nan
         raise RewardError(
-            f"reward {name!r} scored row {row} as {shortened(repr(score))}; expected a finite number or None"
+            f"reward {name!r} scored row {row} as {shortened(repr(score))}; "
+            "expected a finite number (of 32 bits) or None"
         )
     return float(score)
 

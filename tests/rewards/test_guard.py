@@ -66,7 +66,7 @@ def test_the_second_signal_ends_the_program_while_a_reward_runs(number):
         ("123", "returned '123'; expected a list"),
         (1.0, "returned 1.0; expected a list"),
         ([1, 2], "returned 2 scores for 3 rows"),
-        ([1, "0.5", 1], "scored row 1 as '0.5'; expected a finite number or None"),
+        ([1, "0.5", 1], r"scored row 1 as '0.5'; expected a finite number \(of 32 bits\) or None"),
         ([[1], [2], [3]], r"scored row 0 as \[1\]"),
         ([1, 1, float("nan")], "scored row 2 as nan"),
         ([1, float("-inf"), 1], "scored row 1 as -inf"),
