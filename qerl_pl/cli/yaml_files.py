@@ -128,6 +128,7 @@ def check_yaml(path: Path) -> None:
         if key.value in SECTIONS and isinstance(value, yaml.SequenceNode):
             raise ValueError(f"{_place(path, key)}: {key.value} is a list; expected settings as `key: value`")
         if key.value in SECTIONS and isinstance(value, yaml.MappingNode):
+            yaml.SafeLoader("").flatten_mapping(value)  # puts what is merged (<<) among the section's own settings
             for inner, _ in value.value:  # whose value the argument parser would replace without a word
                 if (name := f"{key.value}.{inner.value}") in FOLLOWING:
                     raise ValueError(f"{_place(path, inner)}: {follows(name)}")

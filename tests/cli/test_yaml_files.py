@@ -28,6 +28,7 @@ BOMB = "data: &a0 [1, 2, 3]\n" + "".join(f"x{n + 1}: &a{n + 1} [{', '.join([f'*a
         ("trainer: {default_root_dir: here}\n", "line 1: trainer.default_root_dir .* follows from run_dir; set that"),
         ("model: {stop: [a]}\n", "line 1: model.stop cannot be set: it follows from data.stop; set that"),
         ("data: {tokenizer: here}\n", "data.tokenizer .* follows from model.base, model.base_format; set that"),
+        ("data:\n  <<: {seed: 5}\n", "line 2: data.seed cannot be set: it follows from seed_everything; set"),
         ("model:\n", "line 1: model has no value"),
         ("data: {}\nrun_dir: null\n", "line 2: run_dir has no value"),
         ("model: &a\n  lora: *a\n", "line 1: an alias"),
