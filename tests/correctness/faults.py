@@ -45,6 +45,7 @@ from lightning.pytorch import Callback
 import train
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
+from qerl_pl.results.curves import read_curves
 from tests.bench.harness import DEVICE, DTYPE, base_callbacks, emit
 from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
 from tests.integration.conftest import ROOT
@@ -235,7 +236,8 @@ class OfRealModel:
 
     def outcome(self, fault: str, *, noise: bool) -> dict[str, Any]:
         """Resume the healthy run with a fault. Returns, as ``heard_in`` does, whether the resumed run stopped, warned
-        or failed, in which rollout, and the message. The first call for each ``noise`` makes the healthy run.
+        or failed, in which rollout, and the message; and under "evidence" the values of each rollout that the run
+        logged under evidence/. The first call for each ``noise`` makes the healthy run.
 
         Raises:
             RuntimeError: a check stopped the healthy run, or it failed.
@@ -249,7 +251,12 @@ class OfRealModel:
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             command = [*self._command(f"{Path(name).name}/run", noise), "--ckpt_path", str(self.healthy[noise])]
             # A resumed engine starts with the adapter of AT, so the first update that can be lost is the one after it.
-            return heard_in(command, fault, at=AT + (fault == "lost update"))
+            result = heard_in(command, fault, at=AT + (fault == "lost update"))
+            run = Path(name) / "run"
+            curves = read_curves(run) if list(run.glob("events.*")) else {}
+        logged = {tag: curve.values for tag, curve in curves.items() if tag.startswith("evidence/")}
+        short = {tag: [float(f"{value:.4g}") for value in values] for tag, values in logged.items()}
+        return result | {"evidence": short}
 
     def without_fault(self, *, noise: bool) -> dict[str, Any]:
         """Do a run without a fault. Returns, as ``heard_in`` does, whether it stopped, warned or failed, in which
