@@ -143,8 +143,8 @@ class RolloutEvidence(Callback):
             first two rollouts of a run (if ``window`` is at least 4), whose medians are mostly estimates. null: no
             multiple stops the run.
         warn_jump: multiple of that median above which there is a warning.
-        window: number of rollouts in that median, and of earlier rollouts with which lengths, rewards and so on are
-            compared at most.
+        window: number of rollouts in that median, and the largest number of earlier rollouts with which lengths,
+            rewards and so on are compared.
         silent_rollouts: number of consecutive rollouts without a group whose completions earned different rewards,
             after which there is a warning.
         remembered: number of most recent completions with which new completions are compared to find copies.
@@ -201,18 +201,17 @@ class RolloutEvidence(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        evidence, seen = {name: log_m.tolist() for name, log_m in self._evidence.items()}, list(map(list, self._seen))
-        numbers = {"numbers": self._numbers, "ranges": self._ranges}
-        flags = {"silent": self._silent, "rewards_are_own": self._rewards_are_own}
-        others = {"strengths": self._strengths, "adapter_before": self._adapter_before}
         return {
-            "evidence": evidence,
+            "evidence": {name: log_m.tolist() for name, log_m in self._evidence.items()},
             "gaps": self._gaps,
             "excess": self._excess,
-            **numbers,
-            **flags,
-            "seen": seen,
-            **others,
+            "numbers": self._numbers,
+            "ranges": self._ranges,
+            "silent": self._silent,
+            "rewards_are_own": self._rewards_are_own,
+            "seen": list(map(list, self._seen)),
+            "strengths": self._strengths,
+            "adapter_before": self._adapter_before,
         }
 
     @override
@@ -454,8 +453,8 @@ class RolloutEvidence(Callback):
             self._gaps[name] = [*history, value][-self.window :]
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
-        """Warn if means over groups, of length, reward and so on, differ from the previous rollout by more than chance
-        explains."""
+        """Warn if values of groups, of length, reward and so on, differ from those of the previous rollouts by more
+        than chance explains."""
         numbers: defaultdict[str, list[float]] = defaultdict(list)
         for part in ranks.gather_values(batch.group_numbers()):
             for name, values in part.items():
