@@ -37,13 +37,12 @@ from qerl_pl.results.curves import Curve, read_curves
 from qerl_pl.study import state
 from qerl_pl.study.runner import SHARE_OF_GPU
 from qerl_pl.study.study_file import FIT, Run, Study, read_study
-from tests.bench.harness import CUDA, DTYPE, GIB, PHASES, ROOT, emit, kept, parser_with
+from tests.bench.harness import CUDA, DTYPE, GIB, PHASES, ROOT, curve, emit, kept, parser_with
 from tests.bench.noted import HOST, START, VALIDATION
 from tests.correctness.faults import WARNINGS, sources
 
 ARMS = ("bf16", "nvfp4", "nvfp4_aqn")
 REWARDS = ("strict", "lenient")  # of both tasks; the first one trains
-DIGITS = 5
 OUTPUT = "```output"  # opens what a program prints; nothing runs the programs in completions, so the model made it up
 CURVES = {  # curve of a result line -> the logged scalar that it is read from
     "strict": "train/strict",
@@ -95,11 +94,6 @@ def study_of(args: argparse.Namespace) -> dict[str, Any]:
         "seeds": args.seeds,
         "analysis": {"comparisons": []},
     }
-
-
-def curve(curves: Mapping[str, Curve], tag: str) -> list[float]:
-    """Return a curve's values with ``DIGITS`` digits; empty if nothing was logged."""
-    return [float(f"{value:.{DIGITS}g}") for value in curves[tag].values] if tag in curves else []
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from qerl_pl.common.program import use_expandable_segments
 from qerl_pl.hopper import driver
 from qerl_pl.quant.nvfp4 import NVFP4
+from qerl_pl.results.curves import Curve
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from tests.random_models import MODELS
 
@@ -34,6 +35,7 @@ GIB = 2**30
 PHASES = ("sync", "rollout", "reward", "check", "logprob", "train", "between")  # of a step, as runs log them
 DECODING_KERNELS = ("auto", "native", "humming")
 FORMATS = ("nvfp4", "bf16")
+DIGITS = 5  # of the values of curves in result lines
 OPTIONS: dict[str, dict[str, Any]] = {  # that several benchmarks have
     "--size": {"choices": MODELS, "default": "7B" if CUDA else "tiny", "help": "of the model"},
     "--folder": {"type": Path, "default": Path(tempfile.gettempdir()) / "qerl-bench", "help": "of random checkpoints"},
@@ -214,6 +216,11 @@ def emit(
     timing = {"median_s": median(seconds), "spread_s": [seconds[0], seconds[-1]]} if seconds else {}
     about = {"name": name, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
     keep(json.dumps({**about, **timing, **values, **_origin()}), output)
+
+
+def curve(curves: Mapping[str, Curve], tag: str) -> list[float]:
+    """Return a curve's values with ``DIGITS`` digits; empty if nothing was logged."""
+    return [float(f"{value:.{DIGITS}g}") for value in curves[tag].values] if tag in curves else []
 
 
 def keep(line: str, output: Path | None) -> None:

@@ -46,7 +46,7 @@ import train
 from qerl_pl.common.checks import CheckFailed
 from qerl_pl.common.types import Completion
 from qerl_pl.results.curves import read_curves
-from tests.bench.harness import DEVICE, DTYPE, base_callbacks, emit
+from tests.bench.harness import DEVICE, DTYPE, base_callbacks, curve, emit
 from tests.callbacks.rollout_faults import OF_ANY_ENGINE, OF_THE_MODEL
 from tests.integration.conftest import ROOT
 
@@ -254,9 +254,7 @@ class OfRealModel:
             result = heard_in(command, fault, at=AT + (fault == "lost update"))
             run = Path(name) / "run"
             curves = read_curves(run) if list(run.glob("events.*")) else {}
-        logged = {tag: curve.values for tag, curve in curves.items() if tag.startswith("evidence/")}
-        short = {tag: [float(f"{value:.4g}") for value in values] for tag, values in logged.items()}
-        return result | {"evidence": short}
+        return result | {"evidence": {tag: curve(curves, tag) for tag in curves if tag.startswith("evidence/")}}
 
     def without_fault(self, *, noise: bool) -> dict[str, Any]:
         """Do a run without a fault. Returns, as ``heard_in`` does, whether it stopped, warned or failed, in which
