@@ -239,17 +239,15 @@ def learnt(lines: list[Line]) -> str:
 def invented(lines: list[Line]) -> str:
     """Show, validation by validation, how many completions have a program's output that the model made up, in runs of
     which any completion had one."""
-    rows = []
-    for (model, task, arm), runs in groups(lines).items():
-        for run in runs:
-            points = run["validations"]
-            if not any(point.get("invented_share") for point in points):
-                continue
-            for point in points:
-                shares = [point[name] for name in ("strict", "lenient")]
-                shares += [point[name] for name in ("invented_share", "lenient_invented", "lenient_other")]
-                cells = ["" if share is None else f"{100 * share:.1f}" for share in shares]
-                rows.append([model, task, arm, run["shape"]["seed"], point["rollouts"], *cells])
+    names = ("strict", "lenient", "invented_share", "lenient_invented", "lenient_other")
+    rows = [
+        [*key, run["shape"]["seed"], point["rollouts"]]
+        + ["" if point[name] is None else f"{100 * point[name]:.1f}" for name in names]
+        for key, runs in groups(lines).items()
+        for run in runs
+        if any(point.get("invented_share") for point in run["validations"])
+        for point in run["validations"]
+    ]
     head = "model | task | arm | seed | rollouts | strict | lenient | with invented output | right of these"
     return tabled(f"{head} | right of the others", rows)
 
@@ -407,7 +405,8 @@ def checks(lines: list[Line]) -> str:
 
 
 def completions_page(lines: list[Line]) -> str:
-    """Make docs/real_completions.md, of the first run of the smallest model with NVFP4 that has kept completions."""
+    """Make docs/real_completions.md, of the first run that has kept completions, preferably with NVFP4 and verl's
+    settings."""
     kept = named(lines, "real_completions")
     if not kept:
         return COMPLETIONS.format(about=NOTHING, completions="").rstrip() + "\n"
