@@ -280,23 +280,30 @@ def trl(lines: list[Line]) -> str:
         ]
         trainers = [
             (
-                *(f"TRL {line['versions']['trl']}", line["curve"], np.array(line["curve"]["train_s"])),
-                *(line["startup_s"], line["evaluations"], line["peak_gib"]),
+                *(f"TRL {line['versions']['trl']}", line["curve"], line["curve"]["train_s"]),
+                *(line["startup_s"], line["phases_s"], line["evaluations"], line["peak_gib"]),
             )
         ]
         for run in ours:
             curve, start = run["curves"], (run["start_s"] or [float("nan")])[0]
-            seconds, memory = np.cumsum(curve["step_s"]), run["memory_gib"]["driver"]
-            trainers.append((run["shape"]["arm"], curve, seconds, start, run["validations"], memory))
-        level = min(max(smooth(curve["strict"], WINDOW)[WINDOW - 1 :], default=0.0) for _, curve, *_ in trainers)
-        for name, curve, seconds, start, points, memory in trainers:
+            phases = {phase: median(curve[f"{phase}_s"]) for phase in ("rollout", "logprob", "train")}
+            trainers.append(
+                (run["shape"]["arm"], curve, np.cumsum(curve["step_s"]).tolist(), start, phases)
+                + (run["validations"], run["memory_gib"]["driver"])
+            )
+        rewards = [curve["strict"] for _, curve, *_ in trainers]
+        level = min(max(smooth(each, WINDOW)[WINDOW - 1 :], default=0.0) for each in rewards)
+        is_long = min(map(len, rewards)) > 2 * WINDOW  # in fewer rollouts the reward hardly changes
+        for name, curve, seconds, start, phases, points, memory in trainers:
             rows.append(
                 [shape["model"], name, gpu, len(curve["step_s"]), f"{start:.0f}", f"{median(curve['step_s']):.1f}"]
-                + [f"{seconds[-1]:.0f}", f"{100 * points[-1]['strict']:.1f}", f"{level:.2f}"]
-                + [reached(curve["strict"], seconds, level), f"{memory:.1f}" if memory else ""]
+                + [f"{phases['rollout']:.1f}", f"{phases['logprob'] + phases['train']:.1f}"]
+                + [f"{seconds[-1]:.0f}", f"{100 * points[-1]['strict']:.1f}" if points else ""]
+                + ([f"{level:.2f}", reached(curve["strict"], seconds, level)] if is_long else ["", ""])
+                + [f"{memory:.1f}" if memory else ""]
             )
-    head = "model | trainer | GPU | rollouts | start, s | rollout, s | all, s | strict after, % | reward"
-    return tabled(f"{head} | reached after, s | GPU, GiB", rows)
+    head = "model | trainer | GPU | rollouts | start, s | rollout, s | sampling, s | update, s | all, s"
+    return tabled(f"{head} | strict after, % | reward | reached after, s | GPU, GiB", rows)
 
 
 def reached(rewards: Sequence[float], seconds: Sequence[float], level: float) -> str:
@@ -405,12 +412,12 @@ def checks(lines: list[Line]) -> str:
 
 
 def completions_page(lines: list[Line]) -> str:
-    """Make docs/real_completions.md, of the first run that has kept completions, preferably with NVFP4 and verl's
-    settings."""
+    """Make docs/real_completions.md, of one run that has kept completions: preferably with NVFP4, with verl's settings,
+    and of the last model by name."""
     kept = named(lines, "real_completions")
     if not kept:
         return COMPLETIONS.format(about=NOTHING, completions="").rstrip() + "\n"
-    line = min(kept, key=lambda line: (line["shape"]["arm"] != "nvfp4", line["shape"]["task"] != TASK))
+    line = max(kept, key=lambda line: (line["shape"]["arm"] == "nvfp4", line["shape"]["task"] == TASK, line["name"]))
     about = (
         "The run is of {model}, arm {arm}, task {task}, seed {seed}. The completions are of {number} evenly spaced "
         "test problems, sampled greedily before the first rollout and after rollout {last}."
@@ -455,7 +462,7 @@ def draw(lines: list[Line], file: Path) -> None:
     figure, axes = plt.subplots(len(names), len(panels), figsize=size, constrained_layout=True, squeeze=False)
     for (model, task, arm), runs in grouped.items():
         for axis, (name, title) in zip(axes[names.index(model)], panels.items(), strict=True):
-            steps, values = _together(runs, name)
+            steps, values = _together(whole(runs), name)
             if len(steps):
                 style = "--" if task == TASK else "-"
                 axis.plot(steps, values.mean(axis=0), style, color=COLOURS.get(arm), label=f"{arm}, {task}")
