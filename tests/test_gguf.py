@@ -125,6 +125,20 @@ def test_a_gguf_file_is_dequantised_once_with_tokenizer_template_and_its_bits(mo
     assert folder.stat().st_mtime_ns == written
 
 
+def test_a_gguf_file_is_opened_once_and_the_package_is_as_before(model, tmp_path, monkeypatch):
+    opened = []
+
+    class Counting(gguf.GGUFReader):
+        def __init__(self, path: Path) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counting)
+    gguf_folder(write_gguf(model, file := tmp_path / "small.gguf"))
+    assert opened == [file]
+    assert gguf.GGUFReader is Counting
+
+
 @pytest.mark.parametrize(("split", "tokens"), [("smollm", 2), ("gpt-2", 3)])
 def test_text_is_split_by_the_rule_that_the_file_names(make_checkpoint, tmp_path, monkeypatch, split, tokens):
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))

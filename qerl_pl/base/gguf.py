@@ -7,7 +7,8 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,12 +146,27 @@ def _dequantize(path: Path, output: Path) -> None:
             "are free; use the model's 16-bit checkpoint"
         )
     rank_zero_info(f"{path} is dequantised once, into {output}")
-    with new_folder(output) as folder:
+    with new_folder(output) as folder, _read_once(reader):
         try:
             _convert(reader, path, folder)
         except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300].replace(f"{folder}", "its model") or type(error).__name__
             raise ValueError(f"model.base: {path}: {reason}") from error
+
+
+@contextmanager
+def _read_once(reader: GGUFReader) -> Iterator[None]:
+    """Within this context, replace ``gguf.GGUFReader`` by a function that returns ``reader``. transformers opens the
+    file for the configuration, the tokenizer and the weights, and reading a vocabulary of 150,000 tokens takes seconds
+    each time."""
+    import gguf
+
+    own = gguf.GGUFReader
+    gguf.GGUFReader = lambda _: reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = own
 
 
 def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:
