@@ -5,8 +5,10 @@ GPTQ (arXiv 2210.17323).
 Letters: N outputs, K inputs of a linear layer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -101,18 +103,72 @@ def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: T
     weight = weight[:, order].float()  # a copy
     scale = fmt.effective_scale(block_scale, global_scale).repeat_interleave(fmt.block, dim=1)[:, order]  # [N, K]
     factor = inverse_factor(second_moment[order][:, order])
-    codes = torch.empty_like(weight, dtype=torch.uint8)
-    values = torch.tensor(fmt.values, device=weight.device)
+    codes, limits = (tensor.to(weight.device) for tensor in rounding_limits(fmt))
+    values = torch.tensor(fmt.values, device=weight.device)[codes.int()]
+    rounder = round_columns
+    if weight.is_cuda:
+        from qerl_pl.kernels import gptq  # needs Triton
+
+        rounder = gptq.round_columns
+    places = torch.empty_like(weight, dtype=torch.uint8)
     for start in range(0, weight.shape[1], _COLUMNS):
         stop = min(start + _COLUMNS, weight.shape[1])
-        errors = torch.empty_like(weight[:, start:stop])
-        for k in range(start, stop):
-            codes[:, k] = fmt.encode(weight[:, k], scale[:, k])
-            rounded = values[codes[:, k].int()] * scale[:, k]
-            errors[:, k - start] = (weight[:, k] - rounded) / factor[k, k]
-            weight[:, k:stop] -= torch.outer(errors[:, k - start], factor[k, k:stop])
+        places[:, start:stop], errors = rounder(weight, scale, factor, limits, values, slice(start, stop))
         weight[:, stop:] -= errors @ factor[start:stop, stop:]
-    return pack(codes[:, order.argsort()])
+    return pack(codes[places.int()][:, order.argsort()])
+
+
+def round_columns(
+    weight: Tensor, scale: Tensor, factor: Tensor, limits: Tensor, values: Tensor, columns: slice
+) -> tuple[Tensor, Tensor]:
+    """Round the C columns ``columns`` of a weight [N, K], one after the other, and compensate each error in those of
+    them that follow (GPTQ, arXiv 2210.17323, algorithm 1).
+
+    Args:
+        weight: [N, K] fp32, not changed.
+        scale: [N, K] fp32, by which the values of a column's codes are multiplied.
+        factor: [K, K] fp32, upper triangular (``inverse_factor``).
+        limits: [15] fp32; of the format's values in ascending order, a weight gets the one at the place p if p of the
+            limits are smaller than the weight divided by its scale (``rounding_limits``).
+        values: [16] fp32, the format's values in ascending order.
+
+    Returns:
+        The places of the rounded weights among ``values``, [N, C] uint8, and their errors divided by the factor's
+        diagonal, [N, C] fp32.
+    """
+    left, by, corner = weight[:, columns].clone(), scale[:, columns], factor[columns, columns]
+    places, errors = torch.empty_like(left, dtype=torch.uint8), torch.empty_like(left)
+    for k in range(left.shape[1]):
+        unit = by[:, k]
+        quotient = torch.where(unit > 0, left[:, k] / unit, left[:, k] * 1e38)  # NF4's blocks of zeros have scale 0
+        place = torch.bucketize(quotient, limits)
+        places[:, k] = place
+        errors[:, k] = (left[:, k] - values[place] * unit) / corner[k, k]
+        left -= torch.outer(errors[:, k], corner[k])  # 0 in earlier columns
+    return places, errors
+
+
+@cache
+def rounding_limits(fmt: Format) -> tuple[Tensor, Tensor]:
+    """Return how a format rounds numbers to its values: its codes in ascending order of their values, [16] uint8, and
+    limits, [15] fp32. A weight whose block has the scale 1 is rounded to the code at place p if p limits are smaller
+    than the weight. Both are on the CPU. A limit is the largest fp32 number that ``fmt.encode`` rounds to a lower
+    place; it is found by bisection."""
+    codes = sorted(range(16), key=lambda code: (fmt.values[code], math.copysign(1.0, fmt.values[code])))
+    place_of = torch.tensor(codes, device="cpu").argsort()
+    below, one = torch.arange(15, device="cpu"), torch.ones((), dtype=torch.float32, device="cpu")
+    # The rank of an fp32 number among all is the integer of its bits or, if it is negative, minus that of -number.
+    high = torch.full((15,), 0x7F7FFFFF, dtype=torch.int64, device="cpu")
+    low = -high
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        is_lower = place_of[fmt.encode(_number(middle), one).int()] <= below
+        low, high = torch.where(is_lower, middle, low), torch.where(is_lower, high, middle)
+    return torch.tensor(codes, dtype=torch.uint8, device="cpu"), _number(low)
+
+
+def _number(rank: Tensor) -> Tensor:
+    return rank.abs().int().view(torch.float32) * rank.sign()
 
 
 def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:

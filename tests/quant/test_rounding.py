@@ -19,6 +19,7 @@ from qerl_pl.quant.rounding import (
     pack_group,
     pack_groups,
     report_layer,
+    rounding_limits,
     search_scales,
 )
 from tests.quant.conftest import layer_with_outliers
@@ -82,6 +83,16 @@ def test_gptq_equals_a_loop_that_inverts_anew_for_every_column(fmt):
         return dequantize_reference(PackedWeight(codes, start.block_scale, start.global_scale), fmt)
 
     assert torch.equal(rounded(codes), rounded(pack(expected)))
+
+
+@every_format
+def test_a_number_has_the_place_of_the_value_that_it_is_rounded_to(fmt):
+    codes, limits = rounding_limits(fmt)
+    next_to_limits = [limits, limits.nextafter(torch.tensor(9.0)), limits.nextafter(torch.tensor(-9.0))]
+    others = torch.tensor([0.0, -0.0, 1e30, -1e30, torch.inf, -torch.inf])
+    numbers = torch.cat([3 * torch.randn(10_000), *next_to_limits, others])
+    assert torch.equal(codes[torch.bucketize(numbers, limits)], fmt.encode(numbers, torch.ones(())))
+    assert torch.tensor(fmt.values)[codes.int()].diff().ge(0).all()
 
 
 @every_format
