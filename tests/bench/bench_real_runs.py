@@ -4,11 +4,11 @@
         --problems gsm8k_train.jsonl --task gsm8k_verl --seeds 0 1 2 --jobs 5 --minutes 8 \
         --folder /tmp/real --output docs/results/real_runs.jsonl
 
-Every run uses the task's file unchanged, with all checks. An arm, a file of configs/arms, is a variant to compare. It
-sets the base's format and the noise on the norms, and the learning rate only if the task does not set one. The runs are
-a study of `python -m qerl_pl study`, ``--jobs`` at a time on each GPU; the same command continues a study that was
-interrupted. All test problems are answered greedily before training, every 20 rollouts (as the task says), and
-afterwards.
+Every run uses the task's file unchanged, with all checks. An arm, a file of configs/arms or another YAML file, is a
+variant to compare. It sets the base's format and the noise on the norms, and the learning rate only if the task does
+not set one. The runs are a study of `python -m qerl_pl study`, ``--jobs`` at a time on each GPU; the same command
+continues a study that was interrupted. All test problems are answered greedily before training, every 20 rollouts (as
+the task says), and afterwards.
 
 For each finished run whose lines the file ``--output`` does not have yet, JSON lines are appended to this file.
 ``real_runs/MODEL`` has curves by rollout, validations (the first and the last one with the verdict on each problem),
@@ -74,7 +74,8 @@ def study_of(args: argparse.Namespace) -> dict[str, Any]:
     """Make the study's file."""
     task = ROOT / "configs" / "tasks" / f"{args.task}.yaml"
     of_task = yaml.safe_load(task.read_text())
-    arms = {arm: yaml.safe_load((ROOT / "configs" / "arms" / f"{arm}.yaml").read_text()) for arm in args.arms}
+    files = [Path(arm) if arm.endswith(".yaml") else ROOT / "configs" / "arms" / f"{arm}.yaml" for arm in args.arms]
+    arms = {file.stem: yaml.safe_load(file.read_text()) for file in files}
     steps = {} if args.rollouts is None else {"max_steps": args.rollouts}
     share = args.share or (SHARE_OF_GPU / args.jobs if args.jobs > 1 else None)
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if CUDA else 0.0
@@ -229,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--models", type=Path, nargs="+", required=True, help="GGUF files or folders of bases")
     add("--problems", type=Path, required=True, help="gsm8k_train.jsonl, next to gsm8k_test.jsonl")
     add("--task", choices=("gsm8k_verl", "gsm8k_boxed"), default="gsm8k_verl")
-    add("--arms", nargs="+", default=ARMS, help="files of configs/arms (default: %(default)s)")
+    add("--arms", nargs="+", default=ARMS, help="names of configs/arms, or YAML files (default: %(default)s)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--rollouts", type=int, help="of each run (default: the task's)")
     add("--config", type=Path, nargs="+", default=[], help="further -c files, read after the task's")
