@@ -152,7 +152,8 @@ def is_withdrawn(before: str, behind: str, answer: str) -> bool:
 def stated_anew(text: str, end: int, answer: str) -> str | None:
     """Return the number that the text from ``end`` on states as the answer, if it differs from the number ``answer``
     before it; else None."""
-    known, stated = exact_number(answer), _STATED.search(_behind(text, end))
+    stated = _STATED.search(_behind(text, end))
+    known = exact_number(answer) if stated else None
     return stated[1] if known and stated and exact_number(stated[1]) != known else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from qerl_pl.rewards.number_words import CHINESE, chinese_number, fraction_in_digits, in_digits
@@ -13,6 +14,7 @@ from qerl_pl.rewards.units import denies, leads_to_number, names_unit
 MAX_ANSWER = 1000  # characters; a longer answer is not read as a number, which bounds the time of the regexes below
 SIGNIFICANT = 6  # a decimal with fewer significant digits does not stand for a value such as 1/3
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
+_NUM_KEPT = 4096  # number of answers whose numbers are cached, because groups and rewards ask for the same ones
 
 # Matches a decimal number; the first two alternatives are 12,34,567 and 1.234.567, and the last but one is a number
 # with a decimal comma, as in "3,5".
@@ -142,8 +144,11 @@ def parse_number(text: str) -> Number | None:
     text, LaTeX, digits of any script or English words. It may follow words that introduce it ("the total is"), and its
     unit may follow it (module ``units``). In an equation such as ``6 * 3 = 18``, the last side is read.
     """
-    if len(text) > MAX_ANSWER:
-        return None
+    return None if len(text) > MAX_ANSWER else _parsed(text)
+
+
+@lru_cache(_NUM_KEPT)
+def _parsed(text: str) -> Number | None:
     *sides, plain = re.split("=", plain_text(text))
     plain = _unbracketed(_THOUSAND.sub(" thousand", _signed(plain)))
     match = next(_NUMBER.finditer(plain), None)
