@@ -41,15 +41,16 @@ _HIDDEN = (
     r"|colorbox\s*\{\s*black\s*\}\s*|scalebox\s*\{\s*0[.0]*\s*\}|resizebox\s*\{\s*0[^{}]*\}\s*\{[^{}]*\}"
     r"|texttransparent\s*\{\s*0[.0]*\s*\}|textcolor\s*(?:\{\s*white|\[rgb\]\s*\{\s*1\s*,\s*1\s*,\s*1)\s*\})\s*\{"
 )
-_GONE = (
-    r"(?P<gone>~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>|(?m:^)[ \t]*%[^\n]*"
+_REMOVED = (
+    r"~~[^~\n]*~~|<!--(?:(?!<!--)(?s:.))*?-->|<(?P<tag>s|del|strike)>[^<]*</(?P=tag)>"
     r"|\\begin\{comment\}(?:(?!\\begin\{comment)(?s:.))*?\\end\{comment\}|\\iffalse\b(?:(?!\\iffalse)(?s:.))*?\\fi\b"
     r"|<(?P<element>\w+)[^<>]{0,200}?(?:\bhidden\b|display\s*:\s*none)[^<>]{0,200}>[^<]*</(?P=element)>"
     r"|\\(?:color\s*\{\s*white|fontsize\s*\{\s*0[^{}]*\}\s*\{[^{}]*|transparent\s*\{\s*0[.0]*)\s*\}[^{}]*(?:\{[^{}]*\})?"
-    r"|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*)"
 )
-_HAS_UNSEEN = re.compile(rf"{_HIDDEN}|{_GONE}")
-_UNSEEN = re.compile(rf"(?P<open>{_HIDDEN})|{_GONE}|(?P<brace>\\.|[{{}}])")
+_COMMENT = r"(?m:^)[ \t]*%[^\n]*|(?<![\\\d}$])(?<![\d}$] )%(?=[^\n]{0,40}\\boxed)[^\n]*"
+# Every alternative of the first pattern begins with a plain character, by which Python finds matches ten times as fast.
+_HAS_UNSEEN = re.compile(rf"{_HIDDEN}|{_REMOVED}"), re.compile(_COMMENT)
+_UNSEEN = re.compile(rf"(?P<open>{_HIDDEN})|(?P<gone>{_REMOVED}|{_COMMENT})|(?P<brace>\\.|[{{}}])")
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -90,7 +91,7 @@ def last_boxed(text: str) -> str | None:
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
     boxes: list[tuple[int, int, str]] = []  # start, end, content
-    for token in _BRACE.finditer(text) if re.search(r"\\(?:f|frame)?box", text) else ():
+    for token in _BRACE.finditer(text) if "box" in text and re.search(r"\\(?:f|frame)?box", text) else ():
         if token.group().endswith("{") and len(token.group()) > 2:
             opened.append((token.start(), token.end()))
         elif token.group() == "{":
@@ -112,7 +113,8 @@ def last_boxed(text: str) -> str | None:
 def seen(text: str) -> str:
     """Remove from a text what a reader does not see when it is rendered, such as comments and ``\\phantom{5}``, or sees
     crossed out, such as ``\\cancel{5}`` and ``~~5~~``."""
-    if not _HAS_UNSEEN.search(text):
+    by_character, comment = _HAS_UNSEEN
+    if not by_character.search(text) and not ("%" in text and comment.search(text)):
         return text
     kept, opened, start, hidden = [], [], 0, 0
     for token in _UNSEEN.finditer(text):

@@ -67,8 +67,9 @@ def own_turn(text: str, marker: Marker, *, stated: bool) -> str:
     """Return the part of a completion up to the end of the model's turn. The turn ends at a special token such as
     ``<|im_end|>``, or at a further question ("Question: ...") after an answer. An answer is a text marked by
     ``marker``, such as "hash" for ``####``, or, if ``stated`` is True, a sentence such as "the answer is 5"."""
-    end = next((tag for tag in _END_OF_TURN.finditer(text) if text[: tag.start()].strip()), None)
-    text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
+    if tags := [*_END_OF_TURN.finditer(text)]:
+        end = next((tag for tag in tags if text[: tag.start()].strip()), None)
+        text = _END_OF_TURN.sub("", text[: end.start()] if end else text)
     thoughts, are_open = thoughts_of(text)
     if are_open and not thoughts:
         return text

@@ -3,15 +3,17 @@ equal."""
 
 import os
 import pickle
+import re
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qerl_pl.common.types import Completion, Prompt
-from qerl_pl.rewards.answers import last_boxed, last_hash, last_tagged
+from qerl_pl.rewards.answers import last_boxed, last_hash, last_tagged, seen
 from qerl_pl.rewards.math import NumericAnswer
 from qerl_pl.rewards.number_words import in_digits
 from qerl_pl.rewards.numbers import last_number, parse_number
@@ -55,6 +57,18 @@ def test_extraction_never_fails_and_returns_a_part_of_the_text(text):
     for find in (last_tagged, last_boxed, last_hash):
         span = find(text)
         assert span is None or span in text
+
+
+UNSEEN = [r"\phantom{", r"\cancel{", "~~", "<!--", "-->", "<s>", "</s>", "%", " \t%", r"\begin{comment}", r"\iffalse "]
+UNSEEN += [r"\end{comment}", r"\fi", "<p hidden>", "</p>", r"\color{white}", r"\textcolor{white}{", r"\boxed{5}"]
+
+
+@given(parts=st.lists(st.sampled_from([*UNSEEN, "}", "\n", " 5"]), max_size=8))
+def test_the_first_look_misses_nothing_that_a_reader_does_not_see(parts):
+    text = "".join(parts)
+    with patch("qerl_pl.rewards.answers._HAS_UNSEEN", (re.compile(""), re.compile(""))):  # every text is read whole
+        expected = seen(text)
+    assert seen(text) == expected
 
 
 # ---- numbers in words ---------------------------------------------------------------------------------------------
