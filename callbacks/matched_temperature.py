@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -15,6 +14,7 @@ from qerl_pl.common.metrics import Mean, over_ranks
 from qerl_pl.module import QeRLModule
 from qerl_pl.results.curves import SURPRISAL, at_every_step, read_curves
 from qerl_pl.rollout.base import LOWEST_TEMPERATURE
+from qerl_pl.rollout.common import all_logprobs
 
 
 class MatchedTemperature(Callback):
@@ -87,9 +87,7 @@ class MatchedTemperature(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        completions = outputs["rollout"].sampled.completions
-        logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
-        surprisal = float(-over_ranks(self._mean, logprobs))
+        surprisal = float(-over_ranks(self._mean, all_logprobs(outputs["rollout"].sampled.completions)))
         target = self._target(outputs["rollout_index"] + 1)
         assert self._temperature is not None
         wanted = self._temperature * math.exp(self.gain * (target - surprisal) / target)

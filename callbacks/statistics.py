@@ -10,6 +10,7 @@ from typing_extensions import override
 from qerl_pl.common import ranks
 from qerl_pl.common.metrics import Mean, Pooled, over_ranks, total
 from qerl_pl.module import QeRLModule
+from qerl_pl.rollout.common import all_logprobs
 
 
 class RolloutStatistics(Callback):
@@ -48,8 +49,7 @@ class RolloutStatistics(Callback):
         logged |= {f"train/{name}": value for name, value in means.items() if not value.isnan()}
         if table.components:
             logged |= {f"reward/unscored/{cause}": number(count) for cause, count in table.causes().items()}
-        logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
-        logged["rollout/surprisal"] = -mean(logprobs)
+        logged["rollout/surprisal"] = -mean(all_logprobs(completions))
         lengths = torch.tensor([float(len(completion.tokens)) for completion in completions])
         for name, value in over_ranks(self._lengths, lengths).items():
             logged[f"rollout/completion_tokens{name}"] = value

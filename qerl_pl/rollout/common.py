@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -131,6 +133,12 @@ def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -
     tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side=side)
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return tokens.to(device), pad_sequence(real, batch_first=True, padding_side=side).to(device)
+
+
+def all_logprobs(completions: Sequence[Completion]) -> Tensor:
+    """Return the log-probabilities of the N tokens of completions, in order, [N] fp32 in nats."""
+    # torch takes six times as long to read numbers of Python
+    return torch.from_numpy(np.fromiter(chain.from_iterable(row.logprobs for row in completions), dtype=np.float32))
 
 
 def row_of_each_token(completions: Sequence[Completion]) -> Tensor:

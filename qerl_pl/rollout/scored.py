@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from qerl_pl.common.types import Completion, Experience, Prompt
 from qerl_pl.objective.advantages import AdvantageFunction, Baseline, group_advantages, has_signal
 from qerl_pl.rewards.base import RewardTable
-from qerl_pl.rollout.common import padded_routes
+from qerl_pl.rollout.common import all_logprobs, padded_routes
 
 
 @dataclass(frozen=True)
@@ -176,12 +177,15 @@ def collate(
     for row, completion in enumerate(completions):
         if len(completion.tokens) != len(completion.logprobs):
             raise ValueError(f"row {row} has {len(completion.tokens)} tokens and {len(completion.logprobs)} logprobs")
-    rows = [torch.tensor(p.tokens + c.tokens) for p, c in zip(prompts, completions, strict=True)]
+    rows = [
+        torch.from_numpy(np.array(prompt.tokens + completion.tokens, dtype=np.int64))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
     tokens = pad_sequence(rows, batch_first=True)  # [B, S]; padding is token 0
     starts, lengths = torch.tensor([len(prompt.tokens) for prompt in prompts]), torch.tensor([len(row) for row in rows])
     column = torch.arange(tokens.shape[1])
     sampled = (column >= starts.unsqueeze(1)) & (column < lengths.unsqueeze(1))
-    logprobs = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
+    logprobs = all_logprobs(completions)
     routes = [completion.routes for completion in completions if completion.routes is not None]
     return Experience(
         tokens=tokens,
