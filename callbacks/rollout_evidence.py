@@ -209,7 +209,7 @@ class RolloutEvidence(Callback):
             "ranges": self._ranges,
             "silent": self._silent,
             "rewards_are_own": self._rewards_are_own,
-            "seen": list(map(list, self._seen)),
+            "seen": torch.tensor(self._seen, dtype=torch.int64).reshape(-1, 2),  # lists of lists take long to copy
             "strengths": self._strengths,
             "adapter_before": self._adapter_before,
         }
@@ -220,7 +220,8 @@ class RolloutEvidence(Callback):
         self._evidence = {name: torch.tensor(values, dtype=torch.float64) for name, values in evidence}
         self._gaps, self._silent = dict(state_dict["gaps"]), int(state_dict["silent"])
         self._excess, self._numbers = dict(state_dict["excess"]), dict(state_dict["numbers"])
-        self._seen = [(prompt, completion) for prompt, completion in state_dict["seen"]]
+        seen = torch.as_tensor(state_dict["seen"], dtype=torch.int64)  # in older checkpoints a list
+        self._seen = [(prompt, completion) for prompt, completion in seen.reshape(-1, 2).tolist()]
         self._ranges = dict(state_dict.get("ranges", {}))
         self._rewards_are_own = state_dict.get("rewards_are_own", True)  # older checkpoints have none of these
         self._strengths = dict(state_dict.get("strengths", {}))

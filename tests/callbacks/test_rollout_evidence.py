@@ -292,6 +292,7 @@ def test_what_is_remembered_is_in_the_checkpoint(run, tmp_path):
     assert state["strengths"].keys() == set(OTHER_POLICIES)
     curves = read_curves(tmp_path)
     assert max(curves["evidence/gap"].values) < 1e-5, "with noise on both sides"
-    other = RolloutEvidence()
-    other.load_state_dict(state)
-    assert differences(other.state_dict(), state) == []
+    for seen in (state["seen"], state["seen"].tolist()):  # a list in checkpoints of earlier versions
+        other = RolloutEvidence()
+        other.load_state_dict({**state, "seen": seen})
+        assert differences(other.state_dict(), state) == []
