@@ -3,8 +3,9 @@ engine is compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -129,24 +130,17 @@ class TransformersEngine:
             logprobs = policy.token_stats(rows, mask, temperature=1.0, targets=targets[mask]).logprobs
         return logprobs[:, at].cpu()
 
-    def sampled_as(
-        self,
-        tokens: Tensor,
-        sampled: Tensor,
-        *,
-        temperature: float,
-        routes: Tensor | None = None,
-        seeds: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Call ``Policy.sampled_as`` on the trainer's model while it has this engine's adapter and its noise on norm
-        weights. For each token that the mask ``sampled`` selects, the result has its log-probability under the policy
-        and under other ways of sampling, such as another temperature; and its margin (``policy.margins``): vLLM samples
-        the token with the largest sum of logit and Gumbel noise, which is computed again from ``seeds``, and the margin
-        is how far the token's sum is below the largest."""
+    @contextmanager
+    def sampled_as(self) -> Iterator[Callable[..., tuple[Tensor, Tensor]]]:
+        """Give the trainer's model this engine's adapter and its noise on norm weights within the context. Yields
+        ``Policy.sampled_as`` without its argument ``end_tokens``, to be called there. For each token that a mask
+        selects, it returns its log-probability under the policy and under other ways of sampling, such as another
+        temperature; and its margin (``policy.margins``): vLLM samples the token with the largest sum of logit and
+        Gumbel noise, which is computed again from the requests' seeds, and the margin is how far the token's sum is
+        below the largest."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
-            how = {"temperature": temperature, "routes": routes, "seeds": seeds}
-            return policy.sampled_as(tokens, sampled, end_tokens=self._end_tokens, **how)
+            yield partial(policy.sampled_as, end_tokens=self._end_tokens)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """Set the adapter with which completions are sampled. It is copied, so that later updates of the trainer do not

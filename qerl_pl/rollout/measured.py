@@ -87,16 +87,16 @@ def measure_some(
     seeds = torch.tensor(keys, dtype=torch.int64) if len(keys) == len(firsts) else None
     logprobs_of, margins_of, shaken_of = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     device = policy.causal_lm.device
-    with trainers_engine(policy, noise, max_model_len=max_model_len) as oracle:
+    with trainers_engine(policy, noise, max_model_len=max_model_len) as oracle, oracle.sampled_as() as sampled_as:
         for part in passes([prompt for prompt, _ in distinct], firsts, micro_batch_tokens, device):
             inputs, how = (part.tokens, part.mask), {"temperature": temperature, "routes": part.routes}
             seeds_of_rows = None if seeds is None else seeds[part.rows].to(device)
-            logprobs, margins = oracle.sampled_as(*inputs, **how, seeds=seeds_of_rows)
+            logprobs, margins = sampled_as(*inputs, **how, seeds=seeds_of_rows)
             logprobs_of.update(zip(part.rows, logprobs.double().cpu().split(part.lengths), strict=True))
             margins_of.update(zip(part.rows, margins.cpu().split(part.lengths), strict=True))
             if other_rounding:
                 with shaken(policy.causal_lm, policy.dtype, seed=seed):
-                    logprobs, _ = oracle.sampled_as(*inputs, **how)
+                    logprobs, _ = sampled_as(*inputs, **how)
                 shaken_of.update(zip(part.rows, logprobs[:, 0].double().cpu().split(part.lengths), strict=True))
     chosen = [batch.completions[row] for row in places]
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
