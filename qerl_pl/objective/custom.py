@@ -6,12 +6,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl_pl.objective.advantages import AdvantageFunction
 from qerl_pl.objective.losses import PolicyLoss, prepared, with_sums
 
 
@@ -94,90 +96,71 @@ class UserFunction:
         return value
 
 
-@dataclass(frozen=True)
-class UserSurrogate:
-    """A surrogate loss that a user wrote, callable with the arguments of ``objective.losses.sequence_policy_loss``.
+def user_surrogate(path: str, **bounds: float) -> Callable[..., PolicyLoss]:
+    """Import a user's surrogate loss by its path, call it once on a small example, and return a policy loss with the
+    arguments of ``losses.sequence_policy_loss``, which multiplies its values by importance weights and averages them.
 
-    The user's function returns the loss of each token, [B, S], for B completions of at most S tokens. It may have any
-    of these parameters: ``logprobs`` and ``old_logprobs`` [B, S] in nats, 0 outside of ``mask``; ``advantages`` [B, 1];
-    ``mask`` [B, S] bool, True for the tokens in the loss; and ``clip_low``, ``clip_high`` and ``max_ratio``, which are
-    passed only if the user has set them. ``UserSurrogate`` multiplies the returned losses by importance weights and
-    averages them.
+    The user's function returns the loss of each token, [B, S]. It may have any of these parameters: ``logprobs`` and
+    ``old_logprobs`` [B, S] in nats, 0 outside of ``mask``; ``advantages`` [B, 1]; ``mask`` [B, S] bool, True for the
+    tokens in the loss; and those ``bounds`` (``clip_low``, ``clip_high``, ``max_ratio``) that the user has set.
+
+    Raises ValueError as ``UserFunction.load`` does, or if the function has no parameter for a bound that is set, or its
+    value does not depend on ``logprobs``.
     """
-
-    function: UserFunction
-
-    @classmethod
-    def load(cls, path: str, **bounds: float) -> UserSurrogate:
-        """Import a user's surrogate loss by its import path, call it once on a small example, and return it as a
-        ``UserSurrogate``. ``bounds`` are the clip bounds that are set, by name.
-
-        Raises:
-            ValueError: see ``UserFunction.load``; or the function has no parameter for a bound that is set, or its
-                value does not depend on ``logprobs``.
-        """
-        old = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
-        small = {
-            "logprobs": (old + torch.tensor([0.2, -0.1, 0.0])).requires_grad_(),
-            "old_logprobs": old,
-            "advantages": torch.tensor([[1.0], [-1.0]]),
-            "mask": old < 0,
-        }
-        loaded = UserFunction.load("model.objective.surrogate", path, small | bounds)
-        if unused := bounds.keys() - loaded.takes:
-            raise ValueError(
-                f"model.objective.{min(unused)} is {bounds[min(unused)]}, which the surrogate {path} does not take: it "
-                "has no effect; leave it out"
-            )
-        if not loaded.call(small | bounds).requires_grad:
-            raise ValueError(f"model.objective.surrogate {path} returned numbers that do not depend on logprobs")
-        return cls(loaded)
-
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        weights: Tensor,
-        *,
-        whole: Tensor,
-        importance: Tensor | None = None,
-        **bounds: float,
-    ) -> PolicyLoss:
-        """Compute the policy loss; the arguments are those of ``losses.sequence_policy_loss``."""
-        log_ratio, factor = prepared(logprobs, old_logprobs, torch.ones_like(advantages), mask, weights, importance)
-        offered = {
-            "logprobs": torch.where(whole, logprobs, 0.0),
-            "old_logprobs": torch.where(whole, old_logprobs, 0.0),
-            "advantages": advantages.unsqueeze(1),
-            "mask": whole,
-        }
-        values = torch.where(mask, self.function.call(offered | bounds), 0.0)
-        nowhere = torch.zeros_like(mask)
-        return with_sums((values * factor).sum(), log_ratio.exp(), nowhere, nowhere, log_ratio, mask)
+    old = torch.tensor([[-1.0, -2.0, -0.5], [-0.1, -3.0, 0.0]])
+    small = {
+        "logprobs": (old + torch.tensor([0.2, -0.1, 0.0])).requires_grad_(),
+        "old_logprobs": old,
+        "advantages": torch.tensor([[1.0], [-1.0]]),
+        "mask": old < 0,
+    }
+    loaded = UserFunction.load("model.objective.surrogate", path, small | bounds)
+    if unused := bounds.keys() - loaded.takes:
+        raise ValueError(
+            f"model.objective.{min(unused)} is {bounds[min(unused)]}, which the surrogate {path} does not take: it "
+            "has no effect; leave it out"
+        )
+    if not loaded.call(small | bounds).requires_grad:
+        raise ValueError(f"model.objective.surrogate {path} returned numbers that do not depend on logprobs")
+    return partial(_surrogate_loss, loaded)
 
 
-@dataclass(frozen=True)
-class UserAdvantages:
-    """A user's rule for advantages: a function of ``rewards`` [P, G] fp32 and ``scored`` [P, G] bool, for G completions
-    of each of P prompts. Where a completion has no reward, ``scored`` is False and ``rewards`` 0.
+def _surrogate_loss(
+    function: UserFunction,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    whole: Tensor,
+    importance: Tensor | None = None,
+    **bounds: float,
+) -> PolicyLoss:
+    log_ratio, factor = prepared(logprobs, old_logprobs, torch.ones_like(advantages), mask, weights, importance)
+    offered = {
+        "logprobs": torch.where(whole, logprobs, 0.0),
+        "old_logprobs": torch.where(whole, old_logprobs, 0.0),
+        "advantages": advantages.unsqueeze(1),
+        "mask": whole,
+    }
+    values = torch.where(mask, function.call(offered | bounds), 0.0)
+    nowhere = torch.zeros_like(mask)
+    return with_sums((values * factor).sum(), log_ratio.exp(), nowhere, nowhere, log_ratio, mask)
 
-    The user's function returns advantages [P, G]. The advantages of a group (the completions of one prompt) should
-    depend on this group's rewards alone: dynamic sampling replaces other groups later, and each rank calls the function
-    with only its own groups of the rollout.
+
+def user_advantages(path: str) -> AdvantageFunction:
+    """Import a user's rule for advantages by its path, call it once on a small example, and return a rule for
+    ``group_advantages``.
+
+    The user's function gets ``rewards`` [P, G] fp32, 0 where ``scored`` [P, G] bool is False, and returns advantages
+    [P, G]. Those of a group should depend on this group's rewards alone: dynamic sampling replaces other groups later,
+    and each rank calls the function with only its own groups of the rollout.
     """
+    rewards = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 0.0]])
+    small = {"rewards": rewards, "scored": torch.tensor([[True, True, True], [True, True, False]])}
+    return partial(_advantages, UserFunction.load("model.objective.baseline", path, small))
 
-    function: UserFunction
 
-    @classmethod
-    def load(cls, path: str) -> UserAdvantages:
-        """Import a user's rule for advantages by its path, and call it once on a small example; raises ValueError as
-        ``UserFunction.load`` does."""
-        rewards = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 0.0]])
-        small = {"rewards": rewards, "scored": torch.tensor([[True, True, True], [True, True, False]])}
-        return cls(UserFunction.load("model.objective.baseline", path, small))
-
-    def __call__(self, rewards: Tensor, scored: Tensor) -> Tensor:
-        """Return advantages [P, G], 0 on unscored rows."""
-        return self.function.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored})
+def _advantages(function: UserFunction, rewards: Tensor, scored: Tensor) -> Tensor:
+    return function.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored})

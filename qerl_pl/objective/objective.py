@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from qerl_pl.objective.advantages import Baseline
 from qerl_pl.objective.correction import Level, Mode, Rejection
-from qerl_pl.objective.custom import UserAdvantages, UserSurrogate
+from qerl_pl.objective.custom import user_advantages, user_surrogate
 from qerl_pl.objective.losses import SURROGATES, Aggregation, KLKind
 from qerl_pl.objective.resolved import ResolvedObjective
 from qerl_pl.objective.teacher import TeacherTerm
@@ -146,9 +146,9 @@ class Objective:
         del values["preset"]
         bounds = {name: values[name] for name in ("clip_low", "clip_high", "max_ratio") if values[name] is not None}
         if (surrogate := SURROGATES.get(values["surrogate"])) is None:
-            surrogate = UserSurrogate.load(values["surrogate"], **bounds)
+            surrogate = user_surrogate(values["surrogate"], **bounds)
         if (baseline := values["baseline"]) not in get_args(Baseline):
-            baseline = UserAdvantages.load(baseline)
+            baseline = user_advantages(baseline)
         return ResolvedObjective(**values | {"surrogate": surrogate, "baseline": baseline})
 
 
