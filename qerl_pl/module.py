@@ -351,8 +351,7 @@ class QeRLModule(LightningModule):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Return what must stay the same when a run is resumed: digest of the base's files, adapter settings and
-        seed."""
+        """Values that must stay the same when a run is resumed: digest of the base's files, adapter settings and seed."""
         return run_identity(base=self.settings.folder, lora=self.settings.lora, seed=self.settings.seed)
 
     @property

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from qerl_pl.rollout.loopback import WAIT
+from qerl_pl.rollout.vllm.setup import LOOPBACK_S
 
 CHECK = """
 import sys
-from qerl_pl.rollout.loopback import check_loopback
+from qerl_pl.rollout.vllm.setup import check_loopback
 try:
     check_loopback()
 except OSError as error:
@@ -34,4 +34,4 @@ def test_a_machine_without_one_is_told_so_at_once():
     assert "cannot connect to itself at 127.0.0.1" in found.stderr
     assert "ip link set lo up" in found.stderr
     assert found.stderr.count("\n") == 1
-    assert time.perf_counter() - start < WAIT + 20  # with the start of Python
+    assert time.perf_counter() - start < LOOPBACK_S + 20  # with the start of Python

@@ -94,7 +94,7 @@ def policy_arguments(
     than vLLM supports."""
     from vllm.platforms import current_platform
 
-    from qerl_pl.rollout.vllm.expert_slots import RANK
+    from qerl_pl.rollout.vllm.experts import RANK
 
     return {
         "model": policy.base,

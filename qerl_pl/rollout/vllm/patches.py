@@ -90,11 +90,11 @@ def routers_in_fp32() -> None:
     unless they have the attribute that this patch sets.
     Versions: vLLM 0.32. Upstream: no issue known.
     """
-    from qerl_pl.rollout.vllm.routers import in_fp32
+    from qerl_pl.rollout.vllm.experts import router_in_fp32
 
     router: Any = import_module("vllm.model_executor.layers.fused_moe.router.gate_linear").GateLinear
     router._cpu_skip_gemm_dispatch = True
-    replace_once(router, "forward", in_fp32, takes=("self", "x"))
+    replace_once(router, "forward", lambda _: router_in_fp32, takes=("self", "x"))
 
 
 def slots_of_experts() -> None:
@@ -106,7 +106,7 @@ def slots_of_experts() -> None:
     attention.
     Versions: vLLM 0.32. Upstream: no issue known.
     """
-    from qerl_pl.rollout.vllm.expert_slots import of_own_rank
+    from qerl_pl.rollout.vllm.experts import of_own_rank
 
     layer: Any = import_module("vllm.lora.layers.fused_moe").FusedMoEWithLoRA
     takes = ("self", "max_loras", "lora_config", "model_config")

@@ -1,6 +1,7 @@
 """Prepare the start of vLLM: environment variables, process groups, the choice of kernels, checks and log lines."""
 
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -22,7 +23,6 @@ from qerl_pl.policy.policy import Policy
 from qerl_pl.quant.formats import Format
 from qerl_pl.quant.linear import FrozenLinear
 from qerl_pl.quant.selection import fused_groups
-from qerl_pl.rollout.loopback import check_loopback
 from qerl_pl.rollout.vllm import patches
 
 DEFAULT_ENVIRONMENT = {
@@ -34,6 +34,7 @@ DEFAULT_ENVIRONMENT = {
 # Endings of the names of tensor scales in checkpoints of compressed-tensors and of ModelOpt.
 TENSOR_SCALES = (".weight_global_scale", ".weight_scale_2")
 TORCHS_PTXAS = Path(torch.__file__).parent / "bin/ptxas"  # CUDA's assembler, which Triton calls
+LOOPBACK_S = 5.0  # until the check of the loopback interface fails; a working one answers in microseconds
 
 
 def prepare_environment() -> None:
@@ -62,6 +63,19 @@ def prepare_environment() -> None:
     # Triton kernels that the first one has cached.
     if os.access(TORCHS_PTXAS, os.X_OK):
         os.environ.setdefault("TRITON_PTXAS_PATH", str(TORCHS_PTXAS))
+
+
+def check_loopback() -> None:
+    """Raise OSError if this machine cannot connect to itself at 127.0.0.1: torch's process groups would then hang for
+    minutes before they fail."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=LOOPBACK_S).close()
+    except OSError as error:
+        raise OSError(
+            f"this machine cannot connect to itself at 127.0.0.1 ({error.strerror or error}), as vLLM has to: bring "
+            "the loopback interface up (ip link set lo up), or run the container with a network"
+        ) from error
 
 
 @contextmanager
