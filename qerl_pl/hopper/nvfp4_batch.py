@@ -7,7 +7,7 @@ inputs give equal bits.
 
 A k-block is 16 inputs; a tile is 64 outputs, computed by one warpgroup; a token tile is the set of tokens for which a
 thread block computes its outputs; a wave is a set of thread blocks that the GPU runs at the same time. Letters: T
-tokens, K inputs, N outputs. ``nvfp4_decode.fragments`` defines the weight layout; `docs/kernels.md` has the overview.
+tokens, K inputs, N outputs. ``tile_order`` has the weight layout, and `docs/kernels.md` the overview.
 """
 
 import math

@@ -6,15 +6,13 @@ packed 32-bit word are ordered such that one to three instructions move the bits
 numbers. Each scale is converted by one lane only, and each ``wgmma`` or ``mma`` takes the weights from registers. Sums
 are fp32 in a fixed order: equal inputs give equal bits.
 
-Weights have the layout of humming-kernels 0.1.17 except for the order of the bits in a word; ``fragments`` defines it.
-`docs/kernels.md` has the overview. Letters: T tokens, K inputs, N outputs.
+Weights are in tile order (``tile_order``), the layout of humming-kernels 0.1.17 except for the order of the bits in a
+word. `docs/kernels.md` has the overview. Letters: T tokens, K inputs, N outputs.
 """
 
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from qerl_pl.hopper import costs, driver, lora_hopper
@@ -183,7 +181,7 @@ def decode_linear(
 
     Args:
         x: [T, K] bf16.
-        weight, scales: [K / 16, 2 N] int32 and [K / 16, N] e4m3, not negative, in the order of ``fragments``.
+        weight, scales: [K / 16, 2 N] int32 and [K / 16, N] e4m3, not negative, in tile order.
         global_scale: [1] fp32, tensor scale.
         bias: [N] bf16 in the order of ``humming_bias``, or None.
         out: bf16, contiguous, to write the result to; None allocates it.
@@ -238,30 +236,6 @@ def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tenso
     of_part = max(1, blocks // parts)
     size = min(costs.FETCHED_AHEAD // parts, stride) // of_part // CACHE_LINE * CACHE_LINE
     return weight, parts, stride, of_part * parts if size else 0, size
-
-
-def fragments(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Reorder the 4-bit codes [N, K] uint8 (one per byte) and block scales [N, K / 16] e4m3 of an NVFP4 weight such
-    that, for each tile of 64 outputs x 16 inputs, the 16 bytes of codes that one lane of a warp needs for ``wgmma`` are
-    contiguous.
-
-    Returns:
-        Words [K / 16, 2 N] int32 and scales [K / 16, N] e4m3. A lane has four words per tile, one per 16 outputs. With
-            g = lane // 4 and c = lane % 4, the eight codes of a word are (output g, input 2c), (g, 2c + 8), (g + 8,
-            2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9. ``BITS`` has the positions of their
-            bits. Within the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j.
-    """
-    outputs, inputs = codes.shape
-    parts = codes.view(
-        outputs // 64, 4, 2, 8, inputs // K_BLOCK, 2, 4, 2
-    )  # [64s, word, half, g, k-block, upper, c, odd]
-    order = parts.permute(4, 0, 3, 6, 1, 7, 2, 5).reshape(inputs // K_BLOCK, -1, 8).long()
-    words = torch.zeros_like(order[..., 0])
-    for code, bit in product(range(8), range(4)):
-        words |= (order[..., code] >> bit & 1) << (BITS[code % 4][bit] + code // 4 * 16) % 32
-    packed = (words - (words >> 31 << 32)).int()  # the same 32 bits as a signed int32
-    grouped = scales.view(torch.uint8).view(outputs // 64, 8, 8, -1).permute(3, 0, 2, 1)
-    return packed, grouped.reshape(-1, outputs).contiguous().view(scales.dtype)
 
 
 def humming_bias(bias: Tensor) -> Tensor:

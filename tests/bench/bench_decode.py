@@ -113,7 +113,7 @@ def layer(size: str, tokens: int, repeats: int, fastest: dict[str, list[Schedule
 
 
 def random_weight(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """Draw a weight and its scales in the order of ``nvfp4_decode.fragments``."""
+    """Draw a weight and its scales in tile order."""
     words = torch.randint(-(2**31), 2**31 - 1, (inputs // 16, 2 * outputs), dtype=torch.int32, device="cuda")
     return words, (torch.rand(inputs // 16, outputs, device="cuda") + 0.5).to(torch.float8_e4m3fn)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.hopper.nvfp4_decode import fragments, humming_bias
+from qerl_pl.hopper.nvfp4_decode import humming_bias
 from qerl_pl.quant.formats import PackedWeight
 from qerl_pl.quant.nvfp4 import E2M1_CODES
 from tests.reference.decode_linear import decode_linear_reference
+from tests.reference.fragments import fragments
 
 SHAPES = [
     (4608, 3584),

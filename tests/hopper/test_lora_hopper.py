@@ -12,10 +12,10 @@ from torch import Tensor
 
 from qerl_pl.hopper import driver, lora_hopper, nvfp4_batch, nvfp4_decode
 from qerl_pl.hopper.lora_hopper import CHUNKS_IN_FLIGHT, FEW_TOKENS, MOST_TOKENS, Adapter, Schedule, Update, shrink
-from qerl_pl.hopper.nvfp4_decode import fragments
 from tests.hopper.nvfp4_linears import E2M1, SHARED_OF_BLOCK, few, on_gpu, random_linear
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
 from tests.reference.decode_linear import decode_linear_reference
+from tests.reference.fragments import fragments
 from tests.reference.lora import add_lora_reference
 
 MODULES = {"decode": nvfp4_decode, "batch": nvfp4_batch}

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from qerl_pl import hopper, native
 from qerl_pl.hopper import driver, engine, lora_hopper, nvfp4_batch, nvfp4_decode
-from qerl_pl.hopper.nvfp4_decode import fragments
 from qerl_pl.quant.formats import pack
 from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
@@ -27,6 +26,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm import setup as vllm_setup
 from qerl_pl.rollout.vllm.arguments import inductor_settings, policy_arguments
 from tests.hopper.nvfp4_linears import E2M1, random_linear
+from tests.reference.fragments import fragments
 from tests.reference.lora import add_lora_reference
 from tests.rollout.conftest import make_policy
 

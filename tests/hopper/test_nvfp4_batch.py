@@ -18,7 +18,6 @@ from qerl_pl.hopper.nvfp4_batch import (
     batch_linear,
     choose_schedule,
 )
-from qerl_pl.hopper.nvfp4_decode import fragments
 from tests.hopper.nvfp4_linears import (
     SHAPES,
     SHARED_OF_BLOCK,
@@ -29,6 +28,7 @@ from tests.hopper.nvfp4_linears import (
     random_linear,
 )
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
+from tests.reference.fragments import fragments
 
 DECODED = (1, 33, 48, 64, 65, 96, 97, 128, 129, 192, 193, 256)
 TOKENS = (*DECODED, 257, 384, 385, 1000, 1024, 2047, 2048)

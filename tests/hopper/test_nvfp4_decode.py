@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from qerl_pl.hopper import costs, driver, lora_hopper, nvfp4_decode
-from qerl_pl.hopper.nvfp4_decode import BITS, VARIANTS, choose_schedule, decode_linear, fragments, humming_bias
+from qerl_pl.hopper.nvfp4_decode import BITS, VARIANTS, choose_schedule, decode_linear, humming_bias
 from qerl_pl.hopper.tile_order import words_in_tile_order
 from tests.hopper.nvfp4_linears import (
     SHAPES,
@@ -23,6 +23,7 @@ from tests.hopper.nvfp4_linears import (
     random_linear,
 )
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
+from tests.reference.fragments import fragments
 
 
 @pytest.mark.parametrize("variant", few(VARIANTS), ids=str)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl_pl.hopper.nvfp4_decode import fragments
 from qerl_pl.hopper.tile_order import is_in_tile_order, to_row_order, to_tile_order
 from qerl_pl.quant import nvfp4
 from qerl_pl.quant.formats import PackedWeight
 from tests.hopper.nvfp4_linears import rows_of
 from tests.reference.dequantize import unpack
+from tests.reference.fragments import fragments
 
 SHAPES = [(64, 16), (128, 48), (192, 272)]
 
