@@ -123,10 +123,8 @@ def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
     engine = {key.removeprefix(ENGINE): value for key, value in changes.items() if key.startswith(ENGINE)}
     if run.engine and engine:
         run = replace(run, engine=replace(run.engine, **engine))
-    if "model.micro_batch_tokens" in changes:
-        run = replace(run, micro_batch_tokens=changes["model.micro_batch_tokens"])
-    if "model.gradient_checkpointing" in changes:
-        run = replace(run, gradient_checkpointing=changes["model.gradient_checkpointing"])
+    for name in ("micro_batch_tokens", "gradient_checkpointing"):
+        run = replace(run, **{name: changes.get(f"model.{name}", getattr(run, name))})
     if "model.optimizer" in changes:
         run = replace(run, state_bytes=state_bytes(changes["model.optimizer"]))
     if tokens := changes.get("model.sampling.max_tokens"):

@@ -27,12 +27,11 @@ class Jump(NamedTuple):
     standard deviations (from the median absolute deviation); 0 if there are too few earlier values."""
 
 
-def jump(value: float, history: Sequence[float], *, floor: float, least: int = 2) -> Jump:
-    """Compare a positive value of this rollout with the values of earlier rollouts in ``history``, by the median and
-    the median absolute deviation of their logarithms. Values below ``floor`` are raised to ``floor``. Returns the ratio
-    of the value to the median, and the difference of their logarithms in robust standard deviations (from the median
-    absolute deviation); 1 and 0 if there are fewer than ``least`` earlier values."""
-    if len(history) < least:
+def jump(value: float, history: Sequence[float], *, floor: float) -> Jump:
+    """Compare a positive value of this rollout with those of earlier rollouts in ``history``, by the median and the
+    median absolute deviation of their logarithms. Values below ``floor`` are raised to it. The ratio is 1 and the
+    distance 0 if there are fewer than two earlier values."""
+    if len(history) < 2:
         return Jump(1.0, 0.0)
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
     median = logs[1:].quantile(0.5)

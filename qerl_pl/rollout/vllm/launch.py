@@ -54,7 +54,7 @@ def launch(
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with preserved_rng(), preserved_torch_settings(), any_algorithm(), quietly:
         with watch.phase("imports"):
-            from vllm import LLM
+            from vllm import LLM, distributed
             from vllm.platforms import current_platform
 
             from qerl_pl.rollout.vllm import base_weights, loader, routes
@@ -90,7 +90,9 @@ def launch(
             return Launched(llm, on_cpu, owns_group, recorder)
         except BaseException as error:
             with setup.trainers_group(engines_own=owns_group):
-                setup.destroy_groups()  # so that the next start does not find the groups of this start
+                # so that the next start does not find the groups of this start
+                distributed.destroy_model_parallel()
+                distributed.destroy_distributed_environment()
             if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
                 raise refusal(error) from error
             raise

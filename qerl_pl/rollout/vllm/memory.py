@@ -44,9 +44,11 @@ def free(worker: WorkerBase) -> None:
 
 
 def referred_to() -> list[Tensor]:
-    """List the tensors that Python's garbage collector tracks, on any device, except objects frozen by ``gc.freeze``
-    and placeholder tensors of torch.compile."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_traced(thing)]
+    """List the tensors that the garbage collector tracks, except objects frozen by ``gc.freeze`` and placeholders of
+    torch.compile, which have no memory."""
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+    real = (tensor for tensor in tensors if not isinstance(tensor, FakeTensor | FunctionalTensor))
+    return [tensor for tensor in real if not torch._is_functional_tensor(tensor)]
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
@@ -121,11 +123,6 @@ def allocator() -> Any:
 
 def _segments(pool: Any) -> dict[int, int]:
     return {address: data.handle[1] for address, data in pool.pointer_to_data.items()}
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    """Return whether a tensor is a placeholder of torch.compile, which has no memory."""
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 
 def _is_in(tensor: Tensor, starts: list[int], segments: Mapping[int, int]) -> bool:

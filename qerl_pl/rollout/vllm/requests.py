@@ -115,12 +115,10 @@ def scoring_params(last_tokens: Iterable[int]) -> list[SamplingParams]:
 
 
 def scores(output: RequestOutput) -> list[float]:
-    """Return the log-probabilities, in nats, of all tokens of a scored sequence except the first token."""
-    return [*_values(output.prompt_logprobs), _values(output.outputs[0].logprobs)[-1]]
-
-
-def _values(logprobs: object) -> list[float]:
+    """Return the log-probabilities, in nats, of all tokens but the first of a scored sequence."""
     from vllm.logprobs import FlatLogprobs
 
-    assert isinstance(logprobs, FlatLogprobs)
-    return logprobs.logprobs
+    of_prompt, following = output.prompt_logprobs, output.outputs[0].logprobs
+    assert isinstance(of_prompt, FlatLogprobs)
+    assert isinstance(following, FlatLogprobs)
+    return [*of_prompt.logprobs, following.logprobs[-1]]

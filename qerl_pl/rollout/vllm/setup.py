@@ -180,14 +180,6 @@ def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> Non
     )
 
 
-def destroy_groups() -> None:
-    """Destroy vLLM's process groups that remain after a failed start."""
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-
-    destroy_model_parallel()
-    destroy_distributed_environment()
-
-
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
     """Keep the trainer's default process group within this context, in which vLLM shuts down and would destroy it. If
