@@ -1,7 +1,5 @@
 """Generate arithmetic problems with several operands, which the quickstart trains on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from qerl_pl.common.seeding import derive_seed

@@ -1,7 +1,5 @@
 """Read rows of Arrow tables: Parquet files and data sets of the Hugging Face hub."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Benchmarks of mathematical problems to validate and test on: MATH-500, AIME 2024 and 2025, AMC 2023."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

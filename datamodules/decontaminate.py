@@ -1,8 +1,6 @@
 """Remove training problems that share a question, or a sequence of consecutive words, with a problem of an
 evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Restrict the rows of a table to given values, or ranges of numbers, in some columns. A row with null in a restricted
 column is left out."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

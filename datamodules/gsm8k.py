@@ -1,7 +1,5 @@
 """Read GSM8K, grade-school word problems with a numeric answer (arXiv 2110.14168)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from datamodules.rows import BadRows, OnBadRows, Row, read_problems

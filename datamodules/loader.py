@@ -6,8 +6,6 @@ It also starts worker processes, which lists of tokens do not need, and draws fr
 start.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter

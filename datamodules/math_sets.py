@@ -5,8 +5,6 @@ The argument ``path`` of these functions is the name of a data set on the Huggin
 with the columns of that data set. ``bad_rows`` is "refuse" or "drop", as in ``datamodules.table.Table``.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from datamodules.filters import Value

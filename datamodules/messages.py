@@ -1,8 +1,6 @@
 """Build the chat messages of a problem, from its question and a template or from a list of messages in the data set,
 and find problems with text that a tokenizer reads as special tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

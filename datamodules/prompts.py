@@ -1,7 +1,5 @@
 """Lightning data module that turns the problems of a source into tokenised chat prompts for training and evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Read rows of a data set, and refuse or drop rows that cannot be used. Each row keeps its location (file and line) for
 error messages."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

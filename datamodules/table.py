@@ -1,8 +1,6 @@
 """A source of problems that reads any table with a column of questions or chats: JSON Lines, Parquet, or a data set of
 the Hugging Face hub."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

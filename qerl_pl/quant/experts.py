@@ -7,8 +7,6 @@ tokens, S = k T rows (one per token and chosen expert), H hidden size, I inner s
 of a linear layer, L blocks that have experts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial

@@ -8,8 +8,6 @@ experts, k experts per token, S = k T rows (one per token and chosen expert), H 
 K inputs of a matrix, R rank, s LoRA's scaling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ Only the worker processes of ``verifier.py`` may import this module, because a m
 unbounded memory.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """Find the marked answer in a completion's text, e.g. between ``<answer>`` tags or in ``\\boxed{}``, in linear time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Literal

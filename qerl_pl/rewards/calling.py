@@ -7,8 +7,6 @@ functions: ``completions`` are texts or lists of messages, and every column of t
 its name. Letter B: number of completions in the batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

@@ -1,8 +1,6 @@
 """Read what the text around a marked answer says about it: that it is wrong, a bound or a supposition, one of several
 values, or a part of another value."""
 
-from __future__ import annotations
-
 import re
 
 from qerl_pl.rewards.numbers import exact_number

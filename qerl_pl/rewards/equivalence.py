@@ -5,8 +5,6 @@ The known answer is called ``gold``. An answer may have sides (of an equation), 
 list, set, point or interval).
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from typing import NamedTuple

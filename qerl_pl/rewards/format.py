@@ -1,7 +1,5 @@
 """Rewards for the format of a completion, which do not look at the answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -1,8 +1,6 @@
 """Call a reward function with a time limit, add its name to errors, and restore the process's global settings
 afterwards."""
 
-from __future__ import annotations
-
 import numbers
 import os
 import random

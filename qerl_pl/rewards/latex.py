@@ -1,7 +1,5 @@
 """Normalise an answer written in LaTeX, Unicode or words to one notation, by rewriting strings without parsing them."""
 
-from __future__ import annotations
-
 import re
 
 from qerl_pl.rewards.answers import last_boxed

@@ -1,7 +1,5 @@
 """Rewards that compare a completion's answer with the known answer of the data set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read whole numbers below a million that are written in English words, and numbers in Chinese characters."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

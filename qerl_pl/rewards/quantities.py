@@ -1,7 +1,5 @@
 """Compare answers with units, such as ``6\\text{ cm}`` and ``60 mm``, by the table of units in ``units.py``."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import NamedTuple

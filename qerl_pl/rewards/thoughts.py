@@ -9,8 +9,6 @@ and in the closing tag a slash or a word for the end. Letters may be upper or lo
 brackets. This module calls all of these tags marks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """Find the answer in a completion without a marker such as ``<answer>``, and the end of the model's turn, in time
 linear in the length of the text."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 

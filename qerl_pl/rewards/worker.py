@@ -4,8 +4,6 @@ answer, time limit), print one JSON line with the verdict (score and reason).
 The process imports no module that imports torch, so it starts in half a second and does not use a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
