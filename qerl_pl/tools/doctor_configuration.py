@@ -82,11 +82,6 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         except (ValueError, OSError, SystemExit):
             raise NotChecked("not checked, because the settings could not be read") from None
 
-    def built() -> Any:
-        if not objects:
-            raise NotChecked("not checked, because the configuration could not be built")
-        return objects[0]
-
     @functools.cache
     def alone(part: str) -> Any:
         try:
@@ -98,12 +93,6 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
     def problems() -> Sequence[Problem]:
         return training_problems(alone("source"))
 
-    def length() -> str:
-        return _length(settings(), objects[0].model.settings if objects else alone("settings"))
-
-    def data() -> str:
-        return _data(objects[0].datamodule) if objects else _rows(problems())
-
     def rewards() -> str:
         if objects:
             return _scored(objects[0].model.rewards, objects[0].datamodule.some_train_prompts())
@@ -111,12 +100,17 @@ def configuration_checks(arguments: list[str], *, warm: bool = False) -> list[tu
         return _scored(alone("rewards"), prompts)
 
     def start() -> str:
-        return built() and _start_engine(arguments)
+        if not objects:
+            raise NotChecked("not checked, because the configuration could not be built")
+        return _start_engine(arguments)
 
     checks = [
         ("configuration", build),
-        ("length of the run", length),
-        ("data and template", data),
+        (
+            "length of the run",
+            lambda: _length(settings(), objects[0].model.settings if objects else alone("settings")),
+        ),
+        ("data and template", lambda: _data(objects[0].datamodule) if objects else _rows(problems())),
         ("rewards", rewards),
         ("memory of the run", lambda: _memory(settings())),
         ("disk of the run", lambda: _disk(settings())),
