@@ -2,18 +2,19 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from qerl_pl.rollout.vllm.setup import LOOPBACK_S
 
 CHECK = """
-import sys
+import sys, time
 from qerl_pl.rollout.vllm.setup import check_loopback
+start = time.perf_counter()
 try:
     check_loopback()
 except OSError as error:
+    print(time.perf_counter() - start)
     sys.exit(str(error))
 """
 
@@ -29,9 +30,8 @@ def test_a_machine_without_one_is_told_so_at_once():
         possible = False
     if not possible:
         pytest.skip("this user cannot make a network namespace")
-    start = time.perf_counter()
     found = without_network(sys.executable, "-c", CHECK)
     assert "cannot connect to itself at 127.0.0.1" in found.stderr
     assert "ip link set lo up" in found.stderr
     assert found.stderr.count("\n") == 1
-    assert time.perf_counter() - start < LOOPBACK_S + 20  # with the start of Python
+    assert float(found.stdout) < LOOPBACK_S + 1
