@@ -45,40 +45,36 @@ class Due(NamedTuple):
 
 
 class SyncCanary(Callback):
-    """Stops the run when the rollout engine does not hold the current policy, or holds it and does not use it.
+    """Stops the run when the rollout engine does not hold the current policy, or holds it and does not use it
+    (docs/correctness.md).
 
     The checks run after each training rollout, before the update, and before each batch of an evaluation:
 
     1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
-       and its norms plus the current noise. The comparison is exact in every dtype, so it finds even the smallest
-       missing update. With vLLM, the weights of a 4-bit base are compared with the trainer's, too: the first row of the
-       weight of each linear layer that vLLM holds dequantised and, where engine and trainer share one copy of a layer's
-       weight, the digest of this copy with that at the start of the run. Layers whose 4-bit weights vLLM holds in
-       another memory order than the trainer were compared when the engine started. In mixture-of-experts models,
-       experts and routers are compared as well.
-    2. Samples with a probe adapter, less often. An engine may hold the right tensors and not use them: it may use
-       cached prefixes of an older policy, or leave out the adapter. While the adapter's matrix B is near 0, as early in
-       a run, log-probabilities with and without the adapter hardly differ and cannot show this. So the engine samples
-       after a text, gets a strong random adapter (the probe adapter), and then samples after several beginnings of this
-       text, one token each. The log-probabilities of these tokens must be those that the trainer's model has with the
-       probe adapter. A validation before the first rollout has no such check: the engine has had one policy only, so
-       there are no prefixes of an older one, and check 3 shows whether the adapter is left out.
+       and its norms plus the current noise, exactly in every dtype. With vLLM, the weights of a 4-bit base are compared
+       with the trainer's, too: the first row of each linear layer that vLLM holds dequantised and, where engine and
+       trainer share one copy of a layer's weight, the digest of this copy with that at the start of the run. Layers
+       whose 4-bit weights vLLM holds in another memory order were compared when the engine started. In
+       mixture-of-experts models, experts and routers are compared as well.
+    2. Samples with a probe adapter, less often. An engine may hold the right tensors and use cached prefixes of an
+       older policy, or leave out the adapter, whose effect is small early in a run. So the engine samples after a text,
+       gets a strong random adapter (the probe adapter), and then samples after several beginnings of this text, one
+       token each. The log-probabilities of these tokens must be those that the trainer's model has with the probe
+       adapter. A validation before the first rollout has no such check: there are no prefixes of an older policy, and
+       check 3 shows whether the adapter is left out.
     3. Scores, still less often. Engine and trainer compute the log-probabilities of text from the run's prompts and
-       completions, with and without the adapter. (This does not test the prefix cache, which vLLM does not use for
-       scoring.)
+       completions, with and without the adapter. (vLLM does not use the prefix cache for scoring.)
 
     How far a correct engine may be from the trainer in checks 2 and 3 depends on the model and its dtype, so the
-    trainer measures it: it computes the log-probabilities a second time with random rounding errors added. An engine
-    fails if it differs from the trainer by more than ``tolerance`` and also by more than ``comparison.MARGIN`` times as
-    much as the trainer's two results differ.
+    trainer computes the log-probabilities a second time with random rounding errors added. An engine fails if it
+    differs from the trainer by more than ``tolerance`` and also by more than ``comparison.MARGIN`` times as much as the
+    trainer's two results differ.
 
-    The trainer finds the strength of the probe adapter, the scale of its weights, once per run and without the engine:
-    the adapter must change log-probabilities far more than rounding errors do, without making the model chaotic. If no
-    strength does so, check 2 is left out, with a warning. The texts end with those tokens of the rollout's completions
-    of which the policy was least certain. An adapter hardly changes log-probabilities near 0, so in text of which the
-    policy is nearly certain, the change would be no larger than rounding errors.
-
-    After the checks, the engine holds the run's adapter and noise again.
+    The trainer finds the scale of the probe adapter's weights once per run, without the engine: the adapter must change
+    log-probabilities far more than rounding errors do, without making the model chaotic. If no scale does so, check 2
+    is left out, with a warning. The texts end with those tokens of the rollout's completions of which the policy was
+    least certain, because an adapter hardly changes log-probabilities near 0. After the checks, the engine holds the
+    run's adapter and noise again.
 
     Args:
         sample_every: rollouts, or batches of an evaluation, from one check 2 (samples) to the next; the first four
@@ -173,14 +169,14 @@ class SyncCanary(Callback):
     ) -> tuple[dict[str, Gap], float | None]:
         """Compare the engine's checksums with the trainer's; if ``due.samples``, also the log-probabilities of tokens
         sampled with the probe adapter (a strong random one); if ``due.scores``, those of given text with the policy.
-        Returns the differences of log-probabilities by the names of these comparisons (none without comparisons), and
-        the strength of the probe adapter, None if it is still unknown. CheckFailed: the engine does not hold the policy
-        or does not compute with it.
+        Returns the differences of log-probabilities by the names of these comparisons, and the strength of the probe
+        adapter, None if it is still unknown. CheckFailed: the engine does not hold the policy or does not compute with
+        it.
 
         ``noise`` is what the engine's norms should have. The text is taken from ``rows``, tokens of prompts or of
-        prompts with completions. ``strength`` is the scale of the probe adapter's weights; at 0, no strength is usable
-        and there is no comparison with this adapter; None: this call finds the strength, if it makes that comparison.
-        With ``among_ranks``, all ranks make this call and use the lowest strength that any of them finds.
+        prompts with completions. ``strength`` is the scale of the probe adapter's weights: 0 if none is usable, None if
+        this call has to find it. With ``among_ranks``, all ranks make this call and use the lowest strength that any of
+        them finds.
         """
         loop, policy = pl_module.loop, pl_module.policy
         held = loop.engine.fingerprint()
@@ -230,10 +226,9 @@ class SyncCanary(Callback):
 
 
 def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
-    """Find the ``LAST`` consecutive tokens of a completion with the largest sum of -log p, where p is the probability
-    of a sampled token: there the policy was least certain. The texts with which engine and trainer are compared end
-    with these ``LAST`` tokens. Returns the prompt's and the completion's tokens up to the end of these tokens, and the
-    sum in nats. A log-probability that is not finite counts as 0."""
+    """Find the ``LAST`` consecutive tokens of a completion of which the policy was least certain, with the largest sum
+    of -log p, in nats. Returns the prompt's and the completion's tokens up to the end of these ``LAST`` tokens, and the
+    sum. A log-probability that is not finite counts as 0."""
     surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
     sums = list(accumulate(surprisals, initial=0.0))
     ends = range(min(LAST, len(sums) - 1), len(sums))
@@ -242,8 +237,7 @@ def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[i
 
 
 def logged(gaps: Mapping[str, Gap], due: Due) -> dict[str, float]:
-    """Return, by name, the scalars to log: the differences of log-probabilities in the comparisons that ``due``
-    names."""
+    """Return, by name, the scalars to log for the comparisons that ``due`` names."""
     values = {}
     if due.scores:
         scores = max((gaps[what] for what in (WITH_ADAPTER, WITHOUT_ADAPTER)), key=lambda gap: gap.excess)
@@ -265,9 +259,8 @@ def dtype_held(held: Mapping[str, int], policy: Policy, noise: NormNoise) -> tor
 
 
 def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *, before: Mapping[str, int]) -> str:
-    """Describe, for an error message, what an engine seems to hold instead of the policy's adapter and its norms with
-    ``noise``, such as an old adapter. ``held`` are the checksums of the engine's tensors by name. ``before`` are the
-    engine's checksums at the last check that passed; empty if none has passed."""
+    """Describe, for an error message, what an engine with the checksums ``held`` seems to hold instead of the policy's
+    adapter and its norms with ``noise``. ``before`` are its checksums at the last check that passed, if one has."""
     due, adapter = expected(policy, noise, policy.dtype), policy.adapter_state()
     wrong = sorted(name for name in held.keys() | due.keys() if held.get(name) != due.get(name))
     matrices = [name for name in wrong if ".lora_" in name]
@@ -294,8 +287,7 @@ def describe_fault(held: Mapping[str, int], policy: Policy, noise: NormNoise, *,
 
 
 def expected(policy: Policy, noise: NormNoise, dtype: torch.dtype) -> dict[str, int]:
-    """Compute the checksums, by tensor name, that adapter and norms with noise must have in an engine that computes in
-    ``dtype``."""
+    """Compute the checksums that adapter and norms with noise have in an engine that computes in ``dtype``."""
     adapter = policy.adapter_state()
     norms = {name: weight.to(dtype) for name, weight in policy.norm_weights().items()} | trained_norms(adapter)
     noisy = noisy_norms(norms, noise, dtype=noise.kept_in(dtype))

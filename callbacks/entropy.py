@@ -40,9 +40,8 @@ class EntropyLogger(Callback):
         pl_module.log_dict({f"policy/entropy{name}": value for name, value in statistics.items()})
 
     def _statistics(self, entropy: Tensor) -> dict[str, Tensor]:
-        """Compute the mean and the quantiles of the entropies [T], in nats, at T tokens. Returns scalars by the suffix
-        of ``policy/entropy`` under which they are logged: "" for the mean, and such as "_p90" for quantiles; empty if T
-        is 0."""
+        """Compute mean and quantiles of the entropies [T], in nats, by the suffix of ``policy/entropy`` under which
+        they are logged, such as "" and "_p90"; empty if T is 0."""
         if not len(entropy):
             return {}
         ordered = entropy.sort().values

@@ -28,10 +28,10 @@ class GradientGuard(Callback):
     run's folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps whose gradient
     is 0 are neither checked nor compared with.
 
-    An optimizer step on a mini-batch with a signal is only compared with steps on such mini-batches, and one on a
-    mini-batch without a signal only with steps on those. In a mini-batch without a signal, all completions of each
-    prompt earned the same reward; only terms of the loss such as the KL divergence or the entropy then have a gradient,
-    which may be hundreds of times smaller than that of the rewards.
+    A step on a mini-batch with a signal is only compared with steps on such mini-batches, and a step on one without a
+    signal only with steps on those. In a mini-batch without a signal, all completions of each prompt earned the same
+    reward; only terms of the loss such as the KL divergence or the entropy then have a gradient, which may be hundreds
+    of times smaller than that of the rewards.
 
     Args:
         max_ratio: the run stops if the gradient norm before clipping exceeds its median over recent steps by this

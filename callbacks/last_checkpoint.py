@@ -144,7 +144,7 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Compare, by types and values, two states of callbacks: nested dicts and lists of tensors and plain values."""
+    """Compare, by types and values, states of callbacks: nested dicts and lists of tensors and plain values."""
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
@@ -161,8 +161,7 @@ def _states(trainer: Trainer) -> dict[str, Any]:
 
 
 def _link(path: Path, link: Path) -> None:
-    """Give the file ``path`` the second name ``link``; on file systems without hard links, such as exFAT and many
-    network mounts, copy it."""
+    """Give the file ``path`` the second name ``link``; copy it on file systems without hard links, such as exFAT."""
     try:
         os.link(path, link)
     except OSError as error:
@@ -178,7 +177,6 @@ def _writer(trainer: Trainer) -> SafeCheckpointIO | None:
 
 
 def _is_writing(trainer: Trainer) -> bool:
-    """Return, on every rank, whether rank 0 is still writing the previous checkpoint in the background. Every rank must
-    call this function."""
+    """Return, on every rank, whether rank 0 is still writing the previous checkpoint. Every rank must call this."""
     writer = _writer(trainer)
     return writer is not None and trainer.strategy.broadcast(not writer.is_written())

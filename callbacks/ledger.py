@@ -1,5 +1,4 @@
-"""Measure how much each cause, such as other kernels or noise, contributes to the difference between the trainer's and
-the sampler's log-probabilities of sampled tokens."""
+"""Measure how much each cause contributes to the difference between trainer's and sampler's log-probabilities."""
 
 from functools import partial
 from typing import Any
@@ -35,15 +34,11 @@ class MismatchLedger(Callback):
     staleness    trainer after its updates - trainer before         how far the policy has moved since the rollout
     ============ ================================================== ====================================================
 
-    The first column is the cause's name. The second says which log-probabilities of the tokens are subtracted, in nats,
-    at temperature 1, because engines score at temperature 1. They are computed by the trainer or by the rollout engine,
-    with the experts that the sampler or the trainer's routers chose, and with or without the noise on norm weights. The
-    third column says what makes them differ.
-
-    "Reported by the engine" are the log-probabilities that the engine returned when it sampled. They are at the
-    sampling temperature, so "decode" is left out unless this is 1; if it is 1, all terms but "staleness" add up to the
-    difference between trainer and sampler. "routing" exists only for mixture-of-experts models that are trained with
-    the experts that the sampler chose (``model.router_replay``).
+    The second column says which log-probabilities of the tokens are subtracted, in nats, at temperature 1, at which
+    engines score. Those "reported by the engine" when it sampled are at the sampling temperature, so "decode" is left
+    out unless this is 1; if it is 1, all terms but "staleness" add up to the difference between trainer and sampler.
+    "routing" exists only for mixture-of-experts models that are trained with the experts that the sampler chose
+    (``model.router_replay``).
 
     Each term is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see
     ``qerl_pl.objective.correction.Mismatch``) over the completions of all ranks. The engine scores the completions
@@ -134,10 +129,9 @@ def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int 
 def trainer_logprobs(
     policy: Policy, tokens: Tensor, sampled: Tensor, routes: Tensor | None = None, *, micro_batch_tokens: int
 ) -> Tensor:
-    """Compute the policy's log-probabilities of sampled tokens at temperature 1, without dropout, which the engine does
-    not have either; returns [B, S] fp32 in nats, 0 at other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B,
-    S] is True for sampled tokens, never in column 0. ``routes`` [B, S, L, k] are the k experts to use for each token in
-    each of L mixture-of-experts layers; None: the routers choose."""
+    """Compute the policy's log-probabilities of sampled tokens at temperature 1, without dropout, [B, S] fp32 in nats,
+    0 at other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] is never True in column 0; ``routes`` are
+    as in ``Policy.token_stats``."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     # Only tokens up to a row's last sampled one count towards the limit.
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)
@@ -150,9 +144,9 @@ def trainer_logprobs(
 
 
 def engine_logprobs(engine: RolloutEngine, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Let a rollout engine compute the log-probabilities of all tokens at temperature 1, with the adapter, and the
-    noise on norm weights, that the engine holds. ``tokens`` [B, S] are right-padded rows with ``lengths`` [B] tokens;
-    returns [B, S] fp32 in nats, 0 for the first token of a row and in padding."""
+    """Let a rollout engine score all tokens at temperature 1, with the adapter and the noise that it holds. ``tokens``
+    [B, S] are right-padded rows with ``lengths`` [B] tokens; returns [B, S] fp32 in nats, 0 for the first token of a
+    row and in padding."""
     logprobs = torch.zeros(tokens.shape)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     for row, scores in enumerate(engine.score([row[:length] for row, length in rows])):

@@ -63,23 +63,21 @@ ADVICE = (
 
 
 class RolloutEvidence(Callback):
-    """Stops the run when completions are not independent samples from the current policy.
+    """Stops the run when completions are not independent samples from the current policy (docs/correctness.md).
 
     A row is a prompt with one completion, a group has all completions of a prompt, and the sampler is the rollout
     engine. In rollouts chosen by ``every``, before the update, randomly chosen rows of up to ``max_tokens`` tokens go
-    through the trainer's model once, with this rollout's noise on norm weights (adaptive quantization noise, AQN), if
-    any. The run stops
+    through the trainer's model once, with this rollout's noise on norm weights, if any. The run stops
 
     - if ``evidence/gap``, the mean of |log p of the trainer - log p of the sampler| over tokens, in nats, exceeds
       ``max_gap`` or ``max_jump`` times its median over recent rollouts (a warning comes above ``warn_jump`` times this
-      median). Probable causes: tokens or log-probabilities were altered, or come from another policy. A less certain
-      policy, or noise, also increases the gap, but then the trainer's own rounding errors increase as much. These are
-      therefore measured before the run stops, by a second pass with random rounding errors, and an increase that they
-      explain does not count;
-    - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own median
-      over recent rollouts. It shows a few wrong rows, which hardly change a mean over many;
+      median). A less certain policy, or noise, also increases the gap, but then the trainer's own rounding errors
+      increase as much. These are therefore measured before the run stops, by a second pass with random rounding errors,
+      and an increase that they explain does not count;
+    - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own median.
+      It shows a few wrong rows, which hardly change a mean over many;
     - if ``evidence/logit_gap``, the gap converted to a difference of logits, which depends little on how certain the
-      policy is, exceeds 0.8 times ``max_jump`` times its own median over recent rollouts;
+      policy is, exceeds 0.8 times ``max_jump`` times its own median;
     - if ``evidence/far_share``, the share of tokens whose probabilities in trainer and sampler differ by more than a
       factor of 8, exceeds 1/256;
     - if the tokens of all rows, of a quarter or of a sixteenth of them were sampled from another distribution than the
@@ -87,18 +85,16 @@ class RolloutEvidence(Callback):
       end tokens more or less often, some tokens drawn uniformly from the vocabulary);
     - with vLLM on a GPU, if the tokens are not those that follow from the engine's random numbers, which the trainer
       can compute again (``evidence/other_draws``). This finds completions of other prompts than the engine was given,
-      even if one token of the prompt is wrong, completions that were selected among several, and tokens that were
-      changed after sampling. ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to
-      change for the random numbers to give the sampled token; tokens with a probability above 0.97, which nearly any
-      random numbers give, are left out. In a correct run the margins are about as large as the gap;
+      completions that were selected among several, and tokens that were changed after sampling.
+      ``margin/{mean_abs,p99,max}`` say by how many nats the trainer's logits would have to change for the random
+      numbers to give the sampled token, for tokens with a probability of at most 0.97. In a correct run the margins are
+      about as large as the gap;
     - with ``policy_tokens``, if all rows, a quarter or a sixteenth of them were sampled with another policy
-      (``evidence/other_policy``): without the adapter, with the adapter of the previous rollout or, in rollouts with
-      noise, without the noise. These policies are found even where they change a token's log-probability less than
-      rounding errors do, because the engine's errors then go the same way as the change
-      (``qerl_pl.policy.other_policy``). ``evidence/part_*`` says how much of this change the engine's errors contain:
-      about 0 for a correct engine, 1 if all rows were sampled with the other policy. For each of these policies two
-      more passes are made with rows of up to ``policy_tokens`` tokens. The adapter of the previous rollout is kept in
-      host memory and, so that a resumed run makes the same tests, in checkpoints.
+      (``evidence/other_policy``): without the adapter, with the adapter of the previous rollout or without the
+      rollout's noise, also where this changes a token's log-probability less than rounding errors do.
+      ``evidence/part_*`` says how much of this change the engine's errors contain: about 0 for a correct engine, 1 if
+      all rows were sampled with the other policy. For each of these policies two more passes are made with rows of up
+      to ``policy_tokens`` tokens. The adapter of the previous rollout is kept in host memory and in checkpoints.
 
     In every rollout, all completions are tested as well. The run stops
 
@@ -118,13 +114,11 @@ class RolloutEvidence(Callback):
     There is a warning if the completions' length or its spread, the share of finished completions, the reward or the
     share of distinct completions differs from the previous rollout by more than chance explains; the run goes on,
     because a policy may change so fast. Rollouts of a few groups are compared with several earlier ones: with 3 if they
-    have 8 groups, with 11 if they have 5; with fewer than 5 groups there is no such warning. There is another
-    warning if for several rollouts no group had completions with different rewards.
+    have 8 groups, with 11 if they have 5; with fewer there is no such warning. There is another warning if for several
+    rollouts no group had completions with different rewards.
 
     The multiples of medians hold only for rollouts in which at least 64 different tokens are compared, because means of
-    fewer tokens vary too much.
-
-    The six tests whose names in the log are other_sampling, other_draws, other_policy, copies, branches and order
+    fewer tokens vary too much. The six tests other_sampling, other_draws, other_policy, copies, branches and order
     compute log-likelihood ratios in nats, which accumulate over rollouts (``qerl_pl.policy.evidence``), so a fault that
     one rollout does not show is found after several. If a policy is nearly certain of every token, its completions are
     nearly equal however they are sampled, and the tests find little.
@@ -132,12 +126,11 @@ class RolloutEvidence(Callback):
     Args:
         max_tokens: limit on the tokens that go through the trainer's model per rollout, including prompts, over all
             ranks; each rank may exceed its share by at most one row. Of equal rows, one goes through the model.
-        false_alarm: bound on the probability per rollout that a correct run is stopped by one of the six tests with
-            likelihood ratios, or warned of by one of the numbers that are compared with the previous rollout (if there
-            are enough groups for means to be normally distributed). For the tests, the bound holds for any model and
-            any numerical difference between trainer and engine, with two exceptions: other_policy supposes that
-            rounding errors favour another policy as often as not, and other_draws that errors of logits are seldom
-            above 2 nats.
+        false_alarm: bound on the probability per rollout that a correct run is stopped by one of the six tests, or
+            warned of by one of the numbers that are compared with the previous rollout (if there are enough groups for
+            means to be normally distributed). For the tests, it holds for any model and any numerical difference
+            between trainer and engine, but other_policy supposes that rounding errors favour another policy as often as
+            not, and other_draws that errors of logits are seldom above 2 nats.
         max_gap: gap in nats above which the run stops; null: 1e-3 in float32, 0.3 in bfloat16.
         max_jump: multiple of the median gap of recent rollouts above which the run stops; twice this multiple in the
             first two rollouts of a run (if ``window`` is at least 4), whose medians are mostly estimates. null: no
@@ -233,8 +226,7 @@ class RolloutEvidence(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
-        """Compare the log-probabilities of all completions that the trainer computed before the update with the
-        sampler's."""
+        """Compare the log-probabilities that the trainer computed before the update with the sampler's."""
         update, sampled = outputs["update"], outputs["update"].experience.sampled
         rows = torch.arange(len(sampled), device=sampled.device).unsqueeze(1).expand(sampled.shape)[sampled]
         trainer_logprobs = update.old_logprobs[sampled].double().cpu()
@@ -407,10 +399,10 @@ class RolloutEvidence(Callback):
         index: int,
         num_tokens: int,
     ) -> None:
-        """Log the differences between the log-probabilities of trainer and sampler (``gaps``, as ``gaps_of`` returns
-        them) under the metric names in ``names``, and compare them with their limits: constants, settings, or, if they
-        are over at least ``LEAST_TOKENS`` different tokens (``num_tokens``), multiples of the median of earlier
-        rollouts. CheckFailed: one exceeds its limit."""
+        """Log the differences between the log-probabilities of trainer and sampler (``gaps_of``) under the metric names
+        in ``names``, and compare them with their limits: constants, settings, or, if they are over at least
+        ``LEAST_TOKENS`` different tokens, multiples of the median of earlier rollouts. CheckFailed: one exceeds its
+        limit."""
         log_at(pl_module.trainer.loggers, {names[kind]: value for kind, value in gaps.items()}, step=index)
         if names is OF_ALL and (pl_module.settings.lora.dropout > 0 or pl_module.norm_noise.sigma > 0):
             return  # the update computes log-probabilities with dropout and without noise, the engine the other way

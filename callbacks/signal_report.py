@@ -1,5 +1,4 @@
-"""Print, at the end of training, how many groups (the completions of one prompt) had different rewards, and which
-scores each reward gave."""
+"""Print, at the end of training, how many groups had different rewards, and which scores each reward gave."""
 
 from collections import Counter, defaultdict
 from typing import Any

@@ -10,8 +10,7 @@ ROWS = 1024  # rows that are converted at a time
 
 
 def parquet_rows(path: str) -> Iterator[dict[str, object]]:
-    """Read the rows of a Parquet file as dicts. ValueError: the file is damaged or has no rows, or two columns have one
-    name."""
+    """Read the rows of a Parquet file as dicts. ValueError: it is damaged or empty, or two columns have one name."""
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows == 0:
@@ -35,8 +34,7 @@ def dataset_rows(dataset: Any) -> Iterator[dict[str, object]]:
 
 
 def _with_labels(value: Any, feature: Any) -> Any:
-    """Replace numbers of class labels by the labels' names, also inside lists and structs; -1 means no label and
-    becomes None."""
+    """Replace numbers of class labels, also inside lists and structs, by their names; -1, no label, becomes None."""
     if hasattr(feature, "int2str"):
         return feature.names[value] if isinstance(value, int) and value >= 0 else None
     if isinstance(value, dict) and isinstance(feature, dict):
@@ -48,11 +46,9 @@ def _with_labels(value: Any, feature: Any) -> Any:
 
 
 def table_rows(table: pyarrow.Table) -> Iterator[dict[str, object]]:
-    """Return the rows of an Arrow table as dicts of Python objects.
-
-    A 16- or 32-bit float, also in a list, becomes the Python float with the shortest digits that identify it in its own
-    precision: 0.1 and not 0.10000000149011612. A column with times that Python cannot represent becomes text.
-    """
+    """Return the rows of an Arrow table as dicts of Python objects. A 16- or 32-bit float, also in a list, becomes the
+    Python float with the shortest digits that identify it in its own precision: 0.1 and not 0.10000000149011612. A
+    column with times that Python cannot represent becomes text."""
     for row in zip(*map(_values, table.columns), strict=True):
         yield dict(zip(table.column_names, row, strict=True))
 

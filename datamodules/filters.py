@@ -46,9 +46,9 @@ class Filters:
         self._num_rows = self._num_kept = 0
 
     def keeps(self, row: Row) -> bool:
-        """Return whether a row's values are among those that ``only`` and ``between`` allow. A missing column counts as
-        null. ValueError: a restricted column holds something other than text, number or bool; or a column that is
-        restricted to a range holds no number."""
+        """Return whether ``only`` and ``between`` allow the values of a row; a missing column counts as null.
+        ValueError: a restricted column holds something other than text, number or bool, or a column that is restricted
+        to a range holds no number."""
         passes = []
         for column in dict.fromkeys((*self.only, *self.between)):
             value = self._value(row, column)
@@ -87,8 +87,7 @@ class Filters:
 
 
 def _comparable(value: Value) -> Decimal | str:
-    """Convert a value of a column for comparisons with the values that a filter allows: a number, also one stored as
-    text, becomes a Decimal, and True becomes "true"."""
+    """Convert a value for comparisons: a number, also one stored as text, to a Decimal, and True to "true"."""
     text = str(value)
     if text in ("True", "False"):
         return text.lower()

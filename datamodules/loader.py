@@ -1,9 +1,7 @@
-"""Loaders of batches of prompts. They are iterables with a length, so that Lightning neither prefetches batches nor
-adds a sampler.
+"""Loaders of batches of prompts. They are iterables with a length, so Lightning neither prefetches nor adds a sampler.
 
-torchdata's StatefulDataLoader is not used, because it would need a batch sampler that contains the code of this module.
-It also starts worker processes, which lists of tokens do not need, and draws from the global random state at every
-start.
+torchdata's StatefulDataLoader is not used: it would need a batch sampler that contains the code of this module, starts
+worker processes, which lists of tokens do not need, and draws from the global random state at every start.
 """
 
 import hashlib
@@ -30,8 +28,7 @@ def numbered(prompts: Iterable[Prompt], before: Sequence[Prompt] = ()) -> Iterat
 
 
 def drawn_order(num: int, seed: int) -> list[int]:
-    """Draw a random permutation of ``num`` indices from a generator that is seeded by ``seed``, not from torch's global
-    one."""
+    """Draw a permutation of ``num`` indices from a generator seeded by ``seed``, not torch's global one."""
     return torch.randperm(num, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -45,12 +42,12 @@ def check_batch_size(batch_size: int, num_prompts: int) -> None:
 class TrainLoader:
     """Endless loader of batches of training prompts: each iteration over it yields one epoch, in an order that depends
     only on seed and epoch. Prompts that do not fill a batch at the end of an epoch are skipped in that epoch.
+    ``batch_size`` is the number of prompts of all ranks, of which the loader yields those of ``rank``.
 
     Its state is the position in the data (epoch and batch), which Lightning saves in checkpoints. A resumed run
-    continues from this position, also with another number of ranks. ``batch_size`` is the number of prompts of all
-    ranks, of which the loader yields those of ``rank``. ``hint`` is text for the error that ``load_state_dict`` raises
-    if the prompts differ from those of a checkpoint: it says what has changed. ValueError: there are fewer prompts than
-    a batch needs, or a batch cannot be divided equally among the ranks.
+    continues from this position, also with another number of ranks. If its prompts differ from the checkpoint's,
+    ``load_state_dict`` raises an error with the text ``hint``, which says what has changed. ValueError: there are fewer
+    prompts than a batch needs, or a batch cannot be divided equally among the ranks.
     """
 
     prompts: Sequence[Prompt]

@@ -1,5 +1,4 @@
-"""Build the chat messages of a problem, from its question and a template or from a list of messages in the data set,
-and find problems with text that a tokenizer reads as special tokens."""
+"""Build the chat messages of a problem, and find problems with text that a tokenizer reads as special tokens."""
 
 import json
 import re
@@ -28,13 +27,11 @@ _KEYS = ({"role", "content"}, {"from", "value"})
 
 
 def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
-    """Convert a list of messages of a data set, ``[{"role": "user", "content": "..."}]``, to ``Message`` objects.
-
-    ``developer`` is accepted as another name of the role ``system``. A content may be a list of parts of text,
-    ``[{"type": "text", "text": "..."}]``, which are joined by line breaks. A system message without content is left
-    out, because in some tables every row has the same number of messages. ValueError: an entry is no message of text,
-    or the last message is not the user's; the error names ``where``, the location of the row.
-    """
+    """Convert a data set's list ``[{"role": "user", "content": "..."}]`` to ``Message`` objects. ``developer`` is
+    another name of ``system``. A content may be a list of texts, ``[{"type": "text", "text": "..."}]``, which are
+    joined by line breaks. A system message without content is left out, because in some tables every row has the same
+    number of messages. ValueError, with the row's location ``where``: an entry is no message of text, or the last is
+    not the user's."""
     if not value:
         raise ValueError(f"{where} is an empty list; expected text, or a list of messages with role and content")
     messages = []
@@ -56,8 +53,8 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 def chat_of_value(value: object, where: str) -> list[object] | None:
     """Return the list of messages that a value of a data set contains: the value is a list, one message, or the JSON
-    text of either. None if it is something else, such as a plain question. ValueError: it is a text that begins like a
-    list of messages but is not valid JSON."""
+    text of either. None if it is something else, such as a plain question. ValueError: a text begins like a list of
+    messages but is not valid JSON."""
     if isinstance(value, list):
         return value
     if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:
@@ -93,8 +90,8 @@ def _content(entry: Mapping[str, object], where: str) -> str:
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """Join all messages of a problem except the system prompt to one text, which serves as the problem's question:
-    problems with equal questions count as the same problem."""
+    """Join all messages but the system prompt to one text, the problem's question. Problems with equal questions count
+    as the same problem."""
     return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
 
 
@@ -154,14 +151,10 @@ def check_template(question_template: str) -> None:
 
 
 def find_special_tokens(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> dict[int, str]:
-    """Find problems with text that the tokenizer would read as special tokens, such as the end of the user's turn,
-    which could add turns of the assistant or the system to the prompt. Returns the first such token of each problem, by
-    the problem's index.
-
-    Tags around reasoning and answers, such as ``<think>``, count as ordinary text, because they begin no turns, and
-    problems that ask for this format contain them. Only texts of problems are searched; the question template and other
-    settings may contain special tokens.
-    """
+    """Find problems with text that the tokenizer reads as special tokens, such as the end of the user's turn, which
+    could add turns to the prompt; returns the first such token of each of these problems, by the problem's index. Tags
+    around reasoning and answers count as ordinary text, because they begin no turns, and problems that ask for this
+    format contain them. The question template and other settings, which may have special tokens, are not searched."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):

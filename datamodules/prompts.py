@@ -181,13 +181,12 @@ class PromptDataModule(LightningDataModule):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the checkpoint's digests of problems, columns and settings, and its date, for messages: if the prompts
-        of the resumed run differ from the checkpoint's, the training loader says which of these changed."""
+        """Keep the checkpoint's digests and date. If the prompts of the resumed run differ from the checkpoint's, the
+        training loader's error says which of these changed."""
         self._saved = dict(state_dict)
 
     def _hint(self) -> str:
-        """Return a text that says why the prompts differ from the checkpoint's: which inputs changed, or the date;
-        empty if that is unknown."""
+        """Return why the prompts differ from the checkpoint's: changed inputs, or the date; empty if unknown."""
         before = self._saved.get("inputs") or {}
         differ = [name for name, digest in self._inputs.items() if before.get(name, digest) != digest]
         if PROBLEMS in differ and IN_ANY_ORDER not in differ:
@@ -215,8 +214,7 @@ class PromptDataModule(LightningDataModule):
         return numbered((prompt for prompt in others if (prompt.tokens, prompt.answer) not in taken), served)
 
     def val_dataloader(self) -> EvaluationLoader:
-        """Create the loader of this rank's share of the held-out training prompts or, if there are none, of the
-        source's validation prompts."""
+        """Create the loader of this rank's share of the held-out prompts or, without any, of the validation prompts."""
         return EvaluationLoader(
             self._held_out if self.held_out else self._validation, self.val_batch_size, **self._rank()
         )
@@ -299,8 +297,8 @@ class PromptDataModule(LightningDataModule):
 def _digests(
     tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any], problems: Sequence[Problem]
 ) -> dict[str, str]:
-    """Return digests of everything that training prompts are made of: template, tokenizer, settings and problems. Each
-    key names one of these in error messages."""
+    """Return digests of everything that training prompts are made of: template, tokenizer, settings and problems. The
+    keys name these in error messages."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     parts = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]
@@ -329,9 +327,9 @@ def _digest(text: str) -> str:
 
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
-    """Check how many prompts are too long and would be dropped. ``lengths`` are the prompts' numbers of tokens.
-    ValueError: a share of more than ``max_dropped_share``, or all, have more than ``limit`` tokens; the message says
-    how many, and which limit would suffice. ``side``, such as "train", names the prompts."""
+    """Check how many prompts are too long and would be dropped. ``lengths`` are the prompts' numbers of tokens, and
+    ``side``, such as "train", names the prompts. ValueError: a share of more than ``max_dropped_share``, or all, have
+    more than ``limit`` tokens; the message says which limit would suffice."""
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
     if num_long > may_drop:

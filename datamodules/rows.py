@@ -1,5 +1,4 @@
-"""Read rows of a data set, and refuse or drop rows that cannot be used. Each row keeps its location (file and line) for
-error messages."""
+"""Read rows of a data set, each with its location for error messages, and refuse or drop those that cannot be used."""
 
 import glob
 import hashlib
@@ -139,8 +138,7 @@ class BadRows:
         self.first = self.first or error
 
     def report(self, path: str | Sequence[str], *, num_good: int) -> None:
-        """Log how many rows of ``path`` were dropped, with the error of the first one. ValueError: all rows were
-        dropped."""
+        """Log how many rows of ``path`` were dropped, and the first error. ValueError: all rows were dropped."""
         if self.first is None:
             return
         if num_good == 0:
@@ -154,9 +152,8 @@ class BadRows:
 def read_problems(
     path: str, make: Callable[[Row], Problem], *, bad_rows: OnBadRows, split: str, subset: str | None = None
 ) -> list[Problem]:
-    """Read the problems of a table with one problem per row. ``make`` converts a row to a problem, and raises
-    ValueError if the row cannot be used; ``bad_rows`` says whether such a row ends the program ("refuse") or is left
-    out ("drop")."""
+    """Read the problems of a table, each made from a row by ``make``, which raises ValueError if the row cannot be
+    used; ``bad_rows`` says whether that ends the program ("refuse") or the row is left out ("drop")."""
     bad, problems = BadRows(bad_rows), []
     for row in read_rows(path, split=split, subset=subset, bad=bad):
         try:
@@ -168,8 +165,7 @@ def read_problems(
 
 
 def in_share(question: str, share: float) -> bool:
-    """Return whether a question belongs to a fixed random ``share`` (0 to 1) of all questions, by a hash of its
-    text."""
+    """Return whether a question belongs to a fixed random ``share`` (0 to 1), by a hash of its text."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "little") < share * 2**64
 

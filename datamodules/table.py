@@ -1,5 +1,4 @@
-"""A source of problems that reads any table with a column of questions or chats: JSON Lines, Parquet, or a data set of
-the Hugging Face hub."""
+"""A source of problems from any table of questions or chats: JSON Lines, Parquet, or a data set of the hub."""
 
 from dataclasses import dataclass
 from typing import Literal
