@@ -1,2 +1,1 @@
-"""The command line of the training commands: LightningCLI with configurations of this package by name, and short error
-messages."""
+"""The command line of the training commands: LightningCLI with shipped configurations by name, and short errors."""

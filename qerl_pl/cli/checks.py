@@ -25,8 +25,7 @@ OTHER_TRAINING = {
     "BackboneFinetuning": "the base is frozen and may be packed",
     "BaseFinetuning": "the base is frozen and may be packed",
 }
-"""Callbacks of Lightning that a run refuses, because they change how or what is trained. The values are texts for the
-error message: the reason, or what to do instead."""
+"""Callbacks of Lightning that change how or what is trained, which a run refuses, with the reason or what to do."""
 
 VALIDATES_FIRST = "callbacks.validate_first.ValidateFirst"
 LOGGED = ("aqn", "canary", "correction", "gap", "matched", "memory", "policy", "reward", "rollout", "router")
@@ -54,8 +53,7 @@ def check_checkpoint(path: str | None, *, words: Collection[str] = ()) -> None:
 
 
 def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
-    """Raise ValueError if a run would start in a folder that already holds a run, without resuming from a
-    checkpoint."""
+    """Raise ValueError if a run would start, without a checkpoint, in a folder that already holds a run."""
     last = Path(run_dir, "checkpoints", LAST)
     if ckpt_path is None and last.exists():
         raise ValueError(
@@ -66,12 +64,9 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
 
 def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
     """Return the callbacks that a run uses, from the parsed setting ``trainer.callbacks``. If a class of this project's
-    package ``callbacks`` is listed more than once, only its last entry is returned.
-
-    Raises:
-        ValueError: a callback is listed that is part of every run (``always`` has the class paths of these), or one of
-            Lightning's that does not work in this program.
-    """
+    package ``callbacks`` is listed more than once, only its last entry is returned. ValueError: a callback is part of
+    every run anyway (``always`` has the class paths of these), or is one of Lightning's that does not work in this
+    program."""
     usable: dict[object, Namespace] = {}
     for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
         path = str(callback.class_path)
@@ -92,9 +87,8 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str]) -> None:
     """Raise ValueError if a callback watches a value that no run logs (its setting ``monitor``), or if EarlyStopping
     needs a value of rollouts at the validation before the first one, which Lightning finds only after this validation.
-    ``of_validation`` are the names, without "val/", of the values that a validation logs. Whether a value is logged is
-    not checked if there are callbacks of other packages than Lightning and this project, since these may log further
-    values."""
+    ``of_validation`` are the names, without "val/", of the values that a validation logs. If there are callbacks of
+    other packages than Lightning and this project, which may log further values, unknown names are accepted."""
     names = [f"val/{name}" for name in of_validation]
     callbacks = list(callbacks)
     validates_first = any(str(callback.class_path) == VALIDATES_FIRST for callback in callbacks)
@@ -117,15 +111,10 @@ def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str])
 
 
 def check_class_paths(value: Any, place: str = "") -> None:
-    """Raise ValueError if a ``class_path`` in a parsed configuration names neither a class nor a function whose return
-    annotation says what it makes. ``value`` is the configuration or a part of it, and ``place`` the dotted name of this
-    part, for the error message.
-
-    Without this check, jsonargparse calls any object that is named where a callable is expected, such as a reward, and
-    checks only its result. The class of a reward must have a ``__call__`` with a reward's parameters; this also holds
-    for the class that a function is annotated to return. A function that is annotated to return ``Callable`` is
-    accepted unchecked.
-    """
+    """Raise ValueError if a ``class_path`` in a parsed configuration, or a part of it at ``place``, names neither a
+    class nor a function with a return annotation. Without this, jsonargparse calls any object that is named where a
+    callable is expected, and checks only its result. The class of a reward, also one that a function is annotated to
+    return, must have a ``__call__`` with a reward's parameters; ``Callable`` is accepted unchecked."""
     for where, part in _parts(value, place):
         if isinstance(part, Namespace | Mapping) and isinstance(path := part.get("class_path"), str):
             _check_class_path(path, where)

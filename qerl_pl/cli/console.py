@@ -27,8 +27,7 @@ MESSAGES = {
     "lightning.fabric.utilities.seed": (r"(\[rank: \d+\] )?Seed set to",),  # the run's config.yaml has the seed
     "vllm.triton_utils.importing": (r"Triton is installed, but doesn't include CPU backend",),  # on every CPU
 }
-"""Maps the name of a logger to patterns of messages that are not shown. A pattern is matched at the start of a
-message."""
+"""Maps names of loggers to patterns, matched at the start, of messages that are not shown."""
 _with_place = warnings.formatwarning
 
 

@@ -66,20 +66,15 @@ OTHER_NAMES = {
     "output_dir": "run_dir",
     "seed": "seed_everything",
 }
-"""Maps names of settings in other programs to the corresponding setting of this program, which error messages
-suggest."""
+"""Maps names of settings in other programs to this program's, which error messages suggest."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
-"""Classes whose own error messages already name settings by their command-line path. For other classes, the name of the
-class is put in front of the message."""
+"""Classes whose messages already name settings; the names of others are put in front of their messages."""
 
 
 def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> str:
-    """Shorten an error message of jsonargparse. If its kind is not known, the first five lines are returned.
-
-    Args:
-        keys: dotted paths of all settings, from which the most similar one is suggested.
-        arguments: words of the command line, whose YAML files are searched for the line with the error.
-    """
+    """Shorten an error message of jsonargparse; if its kind is not known, the first five lines are returned. ``keys``
+    are the dotted paths of all settings, from which the most similar one is suggested. ``arguments`` is the command
+    line, whose YAML files are searched for the line with the error."""
     message = LINK.sub("", message)
     if unknown := re.search(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)", message):
         return _unknown_key(unknown[1].rstrip("+"), list(keys), arguments)
@@ -95,9 +90,9 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
 
 
 def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
-    """Reduce jsonargparse's error message about the value of a setting to the cause. If the setting has a union type,
-    the message has an error for each member of the union; only those for members that the user probably meant are kept.
-    A message that is not about a setting's value is returned unchanged."""
+    """Reduce jsonargparse's error message about the value of a setting to the cause. For a union type, the message has
+    an error for each member of the union; only those for members that the user probably meant are kept. A message that
+    is not about a setting's value is returned unchanged."""
     message = LINK.sub("", message)
     subject = re.search(KEY, message)
     if subject is None and "Subtypes:" not in message:
@@ -135,8 +130,7 @@ def of_the_value(message: str, arguments: Sequence[str] = ()) -> str:
 
 
 def of_error(error: Exception, arguments: Sequence[str]) -> str:
-    """Format an exception for the user as ``CLASS: message``. CLASS is the class named in the configuration whose
-    constructor raised the exception."""
+    """Format an exception as ``CLASS: message``, with the class in the configuration whose constructor raised it."""
     if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
         return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
     text, name = of_the_value(str(error), arguments), _constructor_of(error)
@@ -157,8 +151,7 @@ def _constructor_of(error: BaseException) -> str:
 
 
 def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
-    """Rewrite jsonargparse's description of an error at a setting; an unknown name is followed by the most similar
-    one."""
+    """Rewrite jsonargparse's description of an error at a setting."""
     if no_path := re.match(
         r"(?:Type typing.Callable.* but got|Does not implement protocol .* Got value:) (\S+)", cause
     ):
@@ -265,8 +258,7 @@ def _parameters(path: str) -> list[str]:
 
 
 def _methods_to_mend(path: str, protocol: str) -> list[str]:
-    """List the methods of a protocol that the class with the import path ``path`` lacks or defines with another
-    signature."""
+    """List a protocol's methods that the class ``path`` lacks or defines with another signature."""
     given, members = pkgutil.resolve_name(path), vars(pkgutil.resolve_name(f"{PROTOCOLS[protocol]}.{protocol}"))
     methods = [name for name, value in members.items() if inspect.isfunction(value) and not name.startswith("_")]
     expected = {name: f"{name}{inspect.signature(members[name])}" for name in methods}

@@ -15,8 +15,8 @@ SAME_PROBLEMS = ("batch_size", "max_dropped_share", "show_prompt", "val_batch_si
 
 def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
     """Return the folder for the results of an evaluation: the first of the folders ``wanted``, WANTED-2, WANTED-3, ...
-    that holds no evaluation, or one with equal settings. ``now`` has the settings of this evaluation, in the form of
-    its config.yaml. If the result is not ``wanted``, a message names the folder and the settings that differ."""
+    that holds no evaluation, or one with equal settings. ``now`` has the settings of this evaluation, as in its
+    config.yaml. If the result is not ``wanted``, a message names the folder and the settings that differ."""
     reason, folder = "", wanted
     for number in itertools.count(2):
         different = _differences(folder, now)
@@ -30,8 +30,7 @@ def evaluation_folder(wanted: Path, now: Mapping[str, Any]) -> Path:
 
 
 def different_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the names of the settings that differ between two evaluations, of which ``before`` and ``now`` are the
-    contents of their config.yaml. Only settings of policy, problems, sampling and rewards are compared."""
+    """List the settings of policy, problems, sampling and rewards in which two evaluations' config.yaml differ."""
     old, new = _deciding_settings(before), _deciding_settings(now)
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
@@ -53,8 +52,7 @@ def _deciding_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(folder: Path, now: Mapping[str, Any]) -> list[str]:
-    """List the settings in which this evaluation (``now``) differs from the ones whose config.yaml is in a folder or
-    below."""
+    """List the settings in which this evaluation differs from those in a folder or below."""
     names = []
     for path in sorted(folder.rglob("config.yaml")):
         try:

@@ -1,5 +1,4 @@
-"""Format the ``--help`` of commands whose options jsonargparse builds from type hints. It shows a short usage line and
-types in words, and leaves out options that the program would refuse."""
+"""Format ``--help`` of options built from type hints: short usage, types in words, no options that would be refused."""
 
 import inspect
 import re
@@ -71,8 +70,7 @@ class HelpFormatter(DefaultHelpFormatter):
         super().add_usage(usage, actions, *args, **named)
 
     def add_argument(self, action: Action) -> None:
-        """Add a setting to the help, with the text of ``MEANINGS`` if there is one. Settings that this program refuses,
-        or that have no effect in it, are left out."""
+        """Add a setting to the help, with its text in ``MEANINGS`` if there is one, except those in ``HIDDEN``."""
         if action.dest not in HIDDEN:
             action.help = MEANINGS.get(action.dest, action.help)
             super().add_argument(action)
@@ -90,8 +88,7 @@ class HelpFormatter(DefaultHelpFormatter):
 
 
 def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind, "__name__", str(kind))) -> str:
-    """Describe a type hint in words for the user of a YAML file, e.g. ``int or null`` or ``list of str``. ``shown``
-    returns the text for a class, or for a value of a Literal."""
+    """Describe a type hint in words, e.g. ``int or null``; ``shown`` names a class, or a value of a Literal."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(shown(value) for value in inside)
@@ -106,8 +103,7 @@ def words(hint: Any, *, shown: Callable[[Any], str] = lambda kind: getattr(kind,
 
 
 def in_plain_text(text: str) -> str:
-    """Convert reStructuredText to plain text for ``--help``: ``:class:`~a.b.Name``` becomes ``Name``, and double
-    backticks become single ones. A default that the text states is removed if the help states it anyway."""
+    """Convert reStructuredText to plain text for ``--help``, without defaults that the help states anyway."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
     text = re.sub(r"``(.*?)``", r"`\1`", text)
     return re.sub(r"\.?\s+Default: [`\w\".-]+\.? \((?=.*default: )", ". (", text, flags=re.DOTALL)

@@ -1,6 +1,5 @@
-"""The argument parser of the training commands. It accepts the name of a published objective in place of its settings
-(``objective: dapo``), prints short errors and a readable ``--help``, and writes configurations in which every setting
-has its value."""
+"""The argument parser of the training commands: it accepts the name of a published objective (``objective: dapo``),
+prints short errors and a readable ``--help``, and writes configurations in which every setting has its value."""
 
 import re
 import sys
@@ -44,8 +43,8 @@ class Parser(LightningArgumentParser):
 
     def dump(self, namespace: Namespace, *args: Any, **named: Any) -> str:
         """Write a configuration as YAML in which the objective's nulls are replaced by the values that its preset and
-        other settings imply. Null is refused as in ``validate``, but ``--print_config`` prints it for a setting without
-        a default that is not given."""
+        other settings imply. Null is refused as in ``validate``, except that ``--print_config`` prints it for a setting
+        without a default that is not given."""
         namespace = namespace.clone()
         check_groups(self.groups or (), namespace)
         defaults = {action.dest: action.default for action in self._actions}
@@ -58,9 +57,8 @@ class Parser(LightningArgumentParser):
         return super().dump(namespace, *args, **named)
 
     def validate(self, *args: Any, **named: Any) -> None:
-        """Check all values, and accept null only where a setting's type has it. jsonargparse, in which None stands for
-        a value that is not given, accepts it everywhere, so the command line's parser checks values a second time with
-        another object in place of None."""
+        """Check all values, and accept null only where a setting's type has it. In jsonargparse None stands for a value
+        that is not given, so values are checked a second time with another object in its place."""
         super().validate(*args, **named)
         if self._subcommands_action:  # not the parser of a subcommand, or of a class in the settings
             self._refuse_nulls(*args, **named)
@@ -97,10 +95,8 @@ def spelt_out(arguments: Sequence[str]) -> list[str]:
 
 @cache
 def accept_words() -> None:
-    """Change jsonargparse in three ways. It reads ``objective: WORD`` in YAML as ``objective: {preset: WORD}``. If a
-    parameter has no type, or the type Any, it leaves a mapping with ``class_path`` as it is, instead of replacing it by
-    an object of that class. And it writes a default that is the member of an enum by its value, if the parameter has
-    another type, as in ``interval: str = Interval.step``. A second call has no effect."""
+    """Make jsonargparse read ``objective: WORD`` as ``objective: {preset: WORD}``, leave a mapping with ``class_path``
+    for a parameter without a type (or Any) as it is, and write a default that is the member of an enum by its value."""
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     load = get_loader("yaml")
     set_loader("yaml", lambda text: _with_presets(load(text)), exceptions=(yaml.YAMLError,))

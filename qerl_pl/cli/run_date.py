@@ -14,13 +14,9 @@ from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 
 def run_date(config: Namespace, *, fits: bool) -> str | None:
     """Return the date, in ISO form, that a command passes to the chat template; None if the template writes no date, or
-    cannot be read (a later check reports that).
-
-    The date is the first that exists of: the setting ``data.date``; the date in the checkpoint that the command loads;
-    that in the run's config.yaml (for a run that was killed before its first checkpoint); and today's. ``fits`` says
-    whether the command is ``fit``. If ``fit`` starts from no checkpoint, it begins a new run, and takes the setting or
-    today's date.
-    """
+    cannot be read (a later check reports that). It is the first of: ``data.date``; the date in the checkpoint that the
+    command loads; that in the run's config.yaml (of a run killed before its first checkpoint); and today's. ``fit``
+    from no checkpoint begins a new run, and takes the setting or today's."""
     if config.data.date is not None:
         return str(config.data.date)
     try:

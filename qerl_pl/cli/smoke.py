@@ -1,5 +1,4 @@
-"""Shorten a run to a smoke test (``fit --smoke``), which executes every part of a configuration once at a small
-size."""
+"""Shorten a run to a smoke test (``fit --smoke``), which executes every part of a configuration at a small size."""
 
 import itertools
 import os
@@ -71,9 +70,9 @@ def free_folder(folder: str) -> str:
 
 
 def _few(batch_size: int, *shared_by: int) -> int:
-    """Return the batch size, in prompts per rollout, of a smoke test (a short trial run): the smallest divisor of
-    ``batch_size`` that is at least two and a multiple of each number in ``shared_by``, which are the numbers of ranks
-    and of mini-batches among which a batch is divided. If there is no such divisor, the result is ``batch_size``."""
+    """Return the batch size, in prompts per rollout, of a smoke test: the smallest divisor of ``batch_size`` that is at
+    least two and a multiple of each number in ``shared_by``, which are the numbers of ranks and of mini-batches among
+    which a batch is divided. If there is no such divisor, the result is ``batch_size``."""
     parts = (size for size in range(2, batch_size) if batch_size % size == 0)
     return next((size for size in parts if not any(size % number for number in shared_by)), batch_size)
 

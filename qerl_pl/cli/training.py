@@ -68,11 +68,8 @@ ALWAYS = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in IN_EVERY_RUN
 
 class SaveAcceptedConfig(SaveConfigCallback):
     """Callback that writes config.yaml to the run's folder, atomically, when training begins. A start that fails before
-    that leaves the old file unchanged.
-
-    Checkpoints also contain the text of config.yaml. A resumed run compares its settings with this text, because the
-    file may have been edited or removed, or may belong to another run.
-    """
+    that leaves the old file unchanged. Checkpoints also contain the text of config.yaml. A resumed run compares its
+    settings with this text, because the file may have been edited or removed, or may belong to another run."""
 
     _trained_with: str | None = None  # text of config.yaml from the checkpoint; None in a new run
 
@@ -112,9 +109,8 @@ class SaveAcceptedConfig(SaveConfigCallback):
 
 
 class QeRLCLI(LightningCLI):
-    """LightningCLI that writes all files of a run to one folder, and copies the value of a setting to other settings
-    that must be equal to it. With ``run_now=False``, it builds module, data and trainer without running the
-    subcommand."""
+    """LightningCLI that writes all files of a run to one folder, and sets settings that follow from others. With
+    ``run_now=False``, it builds module, data and trainer without running the subcommand."""
 
     def __init__(self, *args: Any, run_now: bool, **named: Any) -> None:
         self._run_now = run_now
@@ -150,10 +146,9 @@ class QeRLCLI(LightningCLI):
         parser.set_defaults(plain_settings("trainer"))  # base.yaml sets them in any case; so --help shows them
 
     def before_instantiate_classes(self) -> None:
-        """Raise ValueError for settings with which the command cannot work, and choose the folder that the loggers
-        write to. For ``fit``, it is the run's folder. For an evaluation, it is RUN_DIR/COMMAND/DATASET-CHECKPOINT
-        (without -CHECKPOINT for the base model), or a numbered folder next to it if that holds a different
-        evaluation."""
+        """Raise ValueError for settings with which the command cannot work, and choose the folder that loggers write
+        to: for ``fit`` the run's, for an evaluation RUN_DIR/COMMAND/DATASET-CHECKPOINT (without -CHECKPOINT for the
+        base model), or a numbered one next to it if that holds a different evaluation."""
         command = str(self.subcommand)
         config = self.config[command]
         if config.get("weights_only") is False:
@@ -217,8 +212,7 @@ class QeRLCLI(LightningCLI):
             check_length(check_base(self.model.settings.folder), longest=self._whole.longest)
 
     def after_fit(self) -> None:
-        """Report that a smoke test finished, after checking that there are enough prompts for the run that it stands
-        for."""
+        """Check that there are enough prompts for the run that a smoke test stands for, and report its end."""
         if self._whole and not self.trainer.interrupted:
             check_batch_size(self._whole.batch_size, self.datamodule.num_train_prompts)
             rank_zero_info(
@@ -271,8 +265,7 @@ class QeRLCLI(LightningCLI):
             raise ValueError("trainer.logger has a logger twice, and both would write the same files: leave one out")
 
     def _parse_ckpt_path(self) -> None:
-        """Override a method of Lightning that reads hyperparameters from the checkpoint, and do nothing: all settings
-        come from the configuration of the command."""
+        """Do nothing. Lightning's method reads settings from the checkpoint; here they come from the command."""
 
     def _add_instantiators(self) -> None:
         """Do nothing. Lightning's method collects settings for ``save_hyperparameters``, which is not called here."""
@@ -284,8 +277,7 @@ def _default_of(class_path: str, name: str) -> Any:
 
 
 def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
-    """Run one training command; with ``run_now=False``, only build module, data and trainer. ``args`` are the words of
-    the command line, the command first."""
+    """Run one training command, the first of the words ``args``; with ``run_now=False``, only build its objects."""
     args = with_paths(args)
     check_yaml_files(args)
     quieten()
@@ -305,8 +297,7 @@ def main(args: list[str], *, run_now: bool = True) -> QeRLCLI:
 
 
 def command_line(args: list[str]) -> list[str]:
-    """Insert configs/base.yaml and the default ``run_dir`` before the user's arguments, so that the user's arguments
-    override them."""
+    """Insert configs/base.yaml and the default ``run_dir`` before the user's arguments, which override them."""
     if args and args[0] in SUBCOMMANDS:
         defaults = ["--config", str(BASE_CONFIG), "--run_dir", run_named_after(config_files(args))]
         if args[0] in ("validate", "test"):
@@ -316,8 +307,7 @@ def command_line(args: list[str]) -> list[str]:
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """Return a message of one line for a run that ended because the GPU's memory ran out. The traceback is written to a
-    file that the message names."""
+    """Return a message of one line for a run whose GPU ran out of memory; it names a file with the traceback."""
     text = " ".join(str(error).split())[:600]
     return (
         f"error: {text}. `{called_as('plan')}` predicts how much memory the run needs; if other programs leave it "
@@ -328,8 +318,7 @@ def out_of_memory(error: RuntimeError) -> str:
 
 def exit_status(args: list[str]) -> int | str:
     """Run a training command and return its exit status: 0, 4 if a check of the rollouts ended the run, or 128 plus the
-    number of the signal that ended it. After an error that the user can correct, the error message is returned instead,
-    and the caller exits with status 1."""
+    number of a signal. After an error that the user can correct, the message is returned instead (exit status 1)."""
     try:
         cli = main(args)
     except CheckFailed as stop:

@@ -19,8 +19,7 @@ PARTS: dict[str, tuple[str, Any]] = {
     "rewards": ("model.rewards", list[WeightedReward]),
     "source": ("data.source", PromptSource),
 }
-"""Section and type of each part that needs no base model, by name; "settings" are those of the section ``model`` except
-engine and rewards."""
+"""Section and type of each part that needs no base; "settings" are those of ``model`` but engine and rewards."""
 
 
 def part_without_base(config: Mapping[str, Any], name: str) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "configs"
-"""Folder of the configurations that come with this package, next to ``qerl_pl`` in the repository and in an installed
-wheel."""
+"""Folder of the shipped configurations, next to ``qerl_pl`` in the repository and in a wheel."""
 BASE_CONFIG = FOLDER / "base.yaml"
 OPTIONS = ("-c", "--config")
 SECTIONS = ("model", "data", "trainer")
@@ -86,15 +85,13 @@ def config_path(name: str) -> Path:
 
 
 def plain_settings(section: str) -> dict[str, Any]:
-    """Return the settings of a section of base.yaml whose values are neither lists nor mappings, by their full names,
-    such as ``trainer.devices``."""
+    """Return the settings of a section of base.yaml that are neither lists nor mappings, by full name."""
     settings = yaml.safe_load(BASE_CONFIG.read_text(encoding="utf-8"))[section]
     return {f"{section}.{name}": value for name, value in settings.items() if not isinstance(value, list | dict)}
 
 
 def check_yaml_files(arguments: Sequence[str]) -> None:
-    """Check each configuration file that a command line names. A missing file is left to the argument parser, which
-    reports it."""
+    """Check each configuration file of a command line; the argument parser reports missing ones."""
     for path in config_files(arguments):
         if path.is_file():
             check_yaml(path)
@@ -143,13 +140,9 @@ def follows(name: str) -> str:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file and check it; returns its root node. ``expected`` says, for error messages, what the file should
-    contain.
-
-    Raises:
-        ValueError: the file is no YAML mapping, a key is duplicate (YAML itself would take the last value), an alias is
-            cyclic, or aliases of aliases stand for more than ``MOST_VALUES`` values; the message has file and line.
-    """
+    """Read a YAML file, check it and return its root node. ValueError, with file and line: it is no mapping
+    (``expected`` says of what), a key is duplicate (YAML itself would take the last value), an alias is cyclic, or
+    aliases of aliases stand for more than ``MOST_VALUES`` values."""
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -174,10 +167,10 @@ def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
 
 
 def _check_node(path: Path, node: yaml.Node, above: tuple[int, ...], sizes: dict[int, int]) -> int:
-    """Raise ValueError if a node of a YAML file has a fault: a cyclic alias, a key that is duplicate or of a kind not
-    in ``KINDS_OF_KEYS``, or more than ``MOST_VALUES`` values. Returns the number of the node's values, counting an
-    alias as the values that it stands for. ``above`` has the ids of the nodes that contain this one. ``sizes`` has the
-    results for nodes that were checked before, by their ids."""
+    """Check a node of a YAML file for the faults that ``mapping_in`` lists, and for keys of a kind not in
+    ``KINDS_OF_KEYS``. Returns the number of the node's values, counting an alias as the values that it stands for.
+    ``above`` has the ids of the nodes that contain this one, and ``sizes`` the results for nodes that were checked
+    before, by their ids."""
     if id(node) in above:
         raise ValueError(f"{_place(path, node)}: an alias (*) refers to a node that contains it")
     if id(node) in sizes:

@@ -22,14 +22,9 @@ from qerl_pl.rollout.common import end_tokens
 
 
 class EvaluationCache:
-    """Stores the records of an evaluation (one per completion) in files, one per batch of prompts. A file's name is a
-    digest of everything that the records depend on, so a file is used only by an evaluation that would give the same
-    records.
-
-    Args:
-        folder: folder of the cache's files.
-        identity: everything that the records depend on, except the prompts, as ``evaluation_identity`` returns it.
-    """
+    """Stores the records of an evaluation (one per completion) in files of ``folder``, one per batch of prompts. A
+    file's name is a digest of the prompts and of ``identity``, which is everything else that the records depend on (see
+    ``evaluation_identity``), so a file is used only by an evaluation that would give the same records."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.folder = folder / _digest(identity)
@@ -54,16 +49,9 @@ def evaluation_identity(
     policy: Policy, sampling: Sampling, *, run: Mapping[str, Any], built: str, parts: Iterable[object]
 ) -> dict[str, Any]:
     """Collect everything that the records of an evaluation depend on, except the prompts, as values that JSON can
-    represent.
-
-    Args:
-        policy: the policy with the adapter that is evaluated.
-        sampling: settings with which completions are sampled.
-        run: identity of the run: base, adapter settings, seed.
-        built: settings of engine and rewards.
-        parts: engine and rewards. The identity contains digests of their source files, so that records that were cached
-            before a reward was edited are not used afterwards.
-    """
+    represent. ``run`` is the identity of the run (base, adapter settings, seed), ``built`` has the settings of engine
+    and rewards, and ``parts`` are engine and rewards themselves: digests of their source files are included, so that
+    records that were cached before a reward was edited are not used afterwards."""
     base = Path(policy.base)
     tokenizer = chain.from_iterable(base.glob(name) for name in ("*token*", "vocab*", "merges*"))
     return {

@@ -1,5 +1,4 @@
-"""Evaluate a policy on held-out prompts: sample and score completions, cache finished batches, and average over all
-ranks."""
+"""Evaluate a policy on held-out prompts: sample and score, cache finished batches, and average over all ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,8 +91,7 @@ class Evaluation:
 
 
 def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether the reward ``name`` gave positive values but never 1. pass@k, which counts a completion as right
-    if this reward gives it 1, would then count no completion as right."""
+    """Return whether a reward gave positive values but never 1, so that pass@k counts no completion as right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     return 1 not in values and any(value > 0 for value in values)
 

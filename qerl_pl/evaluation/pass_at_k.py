@@ -1,5 +1,4 @@
-"""Compute pass@k and avg@n (the mean accuracy) from n completions of each of P problems, and confidence intervals of
-their means over the problems."""
+"""Compute pass@k and avg@n (mean accuracy) from n completions of each of P problems, and confidence intervals."""
 
 import math
 

@@ -40,16 +40,11 @@ class Curve(NamedTuple):
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read all scalars of a run from its TensorBoard event files; returns, for each scalar's name, its values with the
-    steps at which they were logged. If a resumed run logged a scalar a second time at the same step, the later value is
-    taken. A validation before the first rollout has the step -1 if the one after that rollout was logged at step 0 too.
-    What earlier starts had logged for steps after the first one of a later start is left out, because a run that goes
-    on from an older checkpoint does these steps again. Parts of a damaged event file that cannot be read are skipped,
-    with a warning on stderr.
-
-    Raises:
-        ValueError: there is no event file, or none with a readable scalar.
-    """
+    """Read all scalars of a run from its TensorBoard event files, by name. Of values at the same step, the latest is
+    taken. A validation before the first rollout has the step -1 if that after it was logged at step 0 too. What earlier
+    starts logged for steps after the first one of a later start is left out, because a run that goes on from an older
+    checkpoint does them again. Damaged parts of a file are skipped, with a warning on stderr. ValueError: there is no
+    event file, or none with a readable scalar."""
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
         raise ValueError(_without_events(run))
@@ -103,11 +98,8 @@ def _without_events(folder: Path) -> str:
 
 def read_scalars(path: Path) -> tuple[list[Scalar], int]:
     """Read the scalars of a TensorBoard event file in the order in which they were written. Records with a wrong
-    checksum are skipped.
-
-    Returns:
-        The scalars, and the number of bytes that could not be read, including those of skipped records.
-    """
+    checksum are skipped. Returns the scalars, and the number of bytes that could not be read, including those of
+    skipped records."""
     data, scalars = path.read_bytes(), []
     place = lost = 0
     while place < len(data):

@@ -1,2 +1,1 @@
-"""Settings of a run, their checks before a model is loaded, and their comparison with those of the run's previous
-start."""
+"""Settings of a run, their checks before a model is loaded, and their comparison with a run's previous start."""

@@ -14,19 +14,15 @@ NO_SETTING = ("ckpt_path", "config")
 """Keys of a configuration that only name files to read at the start, so they do not change how a run trains."""
 WHAT_IS_LEARNED = ("model.objective", "model.sampling.", "model.rewards", "model.dynamic_sampling", "data.")
 NOT_LEARNED = ("data.val_limit", "data.val_batch_size", "data.show_prompt")
-"""Settings that change neither what is optimised nor the training problems, though their names begin like those that
-do."""
+"""Settings that change neither what is optimised nor the training problems, in spite of their names."""
 SCHEDULES = "; schedules of learning rate and noise span trainer.max_steps, so learning rate and noise jump here"
 OTHER_GOAL = "ATTENTION, what is optimised changes: "
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the settings that differ between two configurations, as ``key: before -> now`` with dots in the key.
-
-    Objects in a list, such as callbacks, are identified by their class instead of their position, as in
-    ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``; any other list is one value. Settings
-    that decide what is optimised (objective, sampling, rewards, data) come first, each after the words ``OTHER_GOAL``.
-    """
+    """List the settings that differ as ``key: before -> now``, those that decide what is optimised (objective,
+    sampling, rewards, data) first, after ``OTHER_GOAL``. Objects in a list are identified by their class, as in
+    ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``; any other list is one value."""
     old, new = dict(_flat(before)), dict(_flat(now))
     absent = "(not set)"
     keys = {key for key in old.keys() | new.keys() if old.get(key, absent) != new.get(key, absent)}
@@ -42,12 +38,9 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 def keep_old_config(config: Path, now: str, *, before: str | None = None) -> tuple[list[str], Path | None]:
     """Copy a run's old settings to unused file names (config.1.yaml, config.2.yaml, ...) before the caller overwrites
-    ``config``, the run's config.yaml, with the text ``now``.
-
-    Old settings are those in config.yaml and those in ``before``, the text stored in the run's checkpoint (None if
-    there is none). Each of the two is copied if it differs from ``now``. Returns the list of changed settings and the
-    path of the first copy; ([], None) if nothing differs.
-    """
+    ``config``, the run's config.yaml, with the text ``now``. Old settings are those in config.yaml and those in
+    ``before``, the text stored in the run's checkpoint (None if there is none); each of the two is copied if it differs
+    from ``now``. Returns the list of changed settings and the path of the first copy; ([], None) if nothing differs."""
     written = config.read_text(encoding="utf-8") if config.exists() else None
     kept: list[tuple[list[str], Path]] = []
     for text in dict.fromkeys(text for text in (before, written) if text is not None):

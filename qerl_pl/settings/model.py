@@ -1,5 +1,4 @@
-"""Settings of the YAML section ``model``, except those of engine and rewards, and their checks before a model is
-loaded."""
+"""Settings of the YAML section ``model``, except engine and rewards, and their checks before a model is loaded."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -155,22 +154,18 @@ class ModuleSettings:
         check_length(config, longest=self.max_model_len)
 
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
-        """Return whether training uses the experts that the rollout engine chose for each token, instead of those of
-        the trainer's routers, by the setting ``model.router_replay``. ``engine`` is the engine's name for the message,
-        and ``returns_routes`` says whether it returns the chosen experts. ValueError: the setting is "on", and the base
-        has no experts or the engine does not return them."""
+        """Return whether training uses the experts that the rollout engine chose for each token, by the setting
+        ``model.router_replay``. ``engine`` is the engine's name for messages, and ``returns_routes`` says whether it
+        returns the chosen experts. ValueError: the setting is "on", and the base has no experts or the engine does not
+        return them."""
         has_experts = FAMILIES[check_base(self.folder)["model_type"]].experts is not None
         which = {"has_experts": has_experts, "returns_routes": returns_routes}
         return replays_routes(self.router_replay, **which, engine=engine)
 
     def check_length(self, *, max_steps: int, batch_size: int) -> None:
-        """Check the length of a run, ``trainer.max_steps`` (-1: not set), against the number of optimizer steps per
-        rollout, each of which has ``data.batch_size`` prompts.
-
-        Raises:
-            ValueError: the run does not end with a complete rollout, the prompts of a rollout cannot be divided equally
-                among its mini-batches, or the warm-up is longer than the run.
-        """
+        """Check the length of a run, ``trainer.max_steps`` (-1: not set), with ``data.batch_size`` prompts per rollout.
+        ValueError: the run does not end with a complete rollout, the prompts of a rollout cannot be divided equally
+        among its mini-batches, or the warm-up is longer than the run."""
         if max_steps < 1:
             raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
         if max_steps % self.steps_per_rollout:
@@ -263,8 +258,7 @@ class ModuleSettings:
 
     @property
     def first_micro_batch(self) -> int:
-        """Limit on the tokens of one forward and backward pass for a run without a memory plan, which would otherwise
-        choose the limit."""
+        """Limit on the tokens of one pass for a run without a memory plan, which would otherwise choose it."""
         return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
 
     @property

@@ -47,14 +47,9 @@ class TeacherSettings:
             )
 
     def folder(self, base: str, policy: str, *, longest: int) -> str:
-        """Return the checkpoint folder to load the teacher from, after downloading or quantising the teacher if
-        necessary. ``base`` is the setting ``model.base``, ``policy`` is the folder that the policy is loaded from, and
-        ``longest`` is the largest number of tokens of a prompt and its completion together.
-
-        Raises:
-            ValueError: the teacher cannot be loaded, its vocabulary differs from the policy's, or it cannot score
-                sequences of ``longest`` tokens.
-        """
+        """Return the teacher's checkpoint folder, after downloading or quantising it if necessary. ``base`` is
+        ``model.base``, ``policy`` the policy's folder, and ``longest`` the most tokens of a prompt and its completion.
+        ValueError: the teacher cannot be loaded, has another vocabulary, or cannot score sequences of that length."""
         if self.base == DENSE:
             folder = prepared_base(base)
             if read_layout(Path(folder)) is not None:
@@ -69,8 +64,8 @@ class TeacherSettings:
 
 @contextmanager
 def as_teacher(base: str) -> Iterator[None]:
-    """Context manager that makes the messages of ValueErrors about a model speak of the teacher, whose setting ``base``
-    is given: they name the settings under ``model.teacher`` in place of those of the policy's base."""
+    """Context manager in which messages of ValueErrors about a model speak of the teacher, whose setting ``base`` is
+    given: they name the settings under ``model.teacher`` in place of those of the policy's base."""
     try:
         yield
     except ValueError as error:

@@ -1,5 +1,4 @@
-"""Check the YAML section ``trainer`` for settings that do not work in this program, before Lightning's Trainer is
-built."""
+"""Check the YAML section ``trainer`` for what does not work here, before Lightning's Trainer is built."""
 
 import os
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 """Analyse the runs of a study: a table of the results of each arm (named configuration), comparisons of two arms by
-pairs of runs with equal seeds, and the files with these results."""
+pairs of runs with equal seeds, and the files with these results. A readout is a number that summarises a run."""
 
 import csv
 import io
@@ -31,15 +31,14 @@ HEAD = ["readout", "arms", "difference", "pairs", "p", "p (Holm)", "sd", "seen f
 
 
 class Group(NamedTuple):
-    """Finished runs of one arm (a named configuration) at one point of the study's grid (a combination of values of
-    options)."""
+    """Finished runs of one arm at one point of the study's grid (a combination of values of options). Runs of two arms
+    with equal seeds form a pair."""
 
     arm: str
     point: str
     """Values of the grid's options as text."""
     runs: dict[int, dict[str, float]]
-    """Maps the seed of a run to its readouts (numbers that summarise the run), by name. Runs of two arms with equal
-    seeds form a pair."""
+    """Maps the seed of a run to its readouts, by name."""
     curves: dict[int, Curves]
 
     @property
@@ -74,15 +73,13 @@ class Judged(NamedTuple):
     """Smallest true difference that is significant, after Holm's adjustment for all comparisons by the same readout,
     with a probability of 80 %; NaN if there are too few pairs of runs for any significant result."""
     seeds: int | None
-    """Number of pairs of runs with which a true difference of ``TINY_DIFFERENCE`` is significant, after Holm's
-    adjustment, with a probability of 80 %; None if it is too large, or the standard deviation of the differences is
-    unknown."""
+    """Number of pairs of runs with which a true difference of ``TINY_DIFFERENCE`` is significant in the same way; None
+    if it is too large, or the standard deviation of the differences is unknown."""
 
 
 def gather(study: Study) -> list[Group]:
-    """Read the results of a study's finished runs, a ``Group`` for each arm (a named configuration) at each point of
-    the grid (a combination of values of options). ValueError: no run is finished, or the event files of a run cannot be
-    read."""
+    """Read the results of a study's finished runs, one ``Group`` for each arm and point of the grid. ValueError: no run
+    is finished, or the event files of a run cannot be read."""
     groups: dict[tuple[str, str], Group] = {}
     for run in study.runs():
         if state.is_finished(study, run):
@@ -102,9 +99,8 @@ def gather(study: Study) -> list[Group]:
 
 
 def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged]:
-    """Compare the arms (named configurations) of a study by one readout (a number that summarises a run). The study
-    names the pairs of arms; the result has one ``Judged`` for each pair and each point of the grid (a combination of
-    values of options) at which both arms have finished runs."""
+    """Compare the study's pairs of arms by one readout, at each point of the grid at which both arms have finished
+    runs."""
     by_name = {(group.arm, group.point): group for group in groups}
     points = list(dict.fromkeys(group.point for group in groups))
     pairs = [
@@ -124,9 +120,8 @@ def compared(study: Study, groups: Sequence[Group], readout: str) -> list[Judged
 
 
 def differences(one: Group, other: Group, readout: str) -> list[float]:
-    """Compute the differences in a readout (a number that summarises a run) between two groups of runs, ``one`` minus
-    ``other``: one difference for each seed with which both have a finished run, NaN if one of the two lacks the
-    readout."""
+    """Compute the differences in a readout, ``one`` minus ``other``: one for each seed with which both groups have a
+    finished run, NaN if one of the two lacks the readout."""
     seeds = sorted(one.runs.keys() & other.runs.keys())
     return [one.runs[seed].get(readout, math.nan) - other.runs[seed].get(readout, math.nan) for seed in seeds]
 
@@ -158,8 +153,7 @@ def all_compared(study: Study, groups: Sequence[Group]) -> list[Judged]:
 
 
 def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
-    """List the runs that have readouts which are NaN or infinite, as lines of Markdown with the names of these
-    readouts."""
+    """List, as lines of Markdown, the runs with readouts that are NaN or infinite."""
     runs = [
         f"- {group.name}, seed {seed}: {', '.join(lost)}"
         for group in groups
@@ -175,8 +169,7 @@ def not_finite(study: Study, groups: Sequence[Group]) -> list[str]:
 
 
 def tables(study: Study, groups: Sequence[Group], judged: Sequence[Judged], collapsed: Sequence[str] = ()) -> str:
-    """Format the analysis of a study as Markdown. ``collapsed`` has the lines about runs with readouts that are not
-    finite."""
+    """Format the analysis of a study as Markdown. ``collapsed`` has the lines of ``not_finite``."""
     runs, metric = study.runs(), study.analysis.metric
     left = {run.name: state.state_of(run.folder).failure for run in runs if not state.is_finished(study, run)}
     lines = [
@@ -249,12 +242,10 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
 
 
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
-    """Write the analysis of a study to files in ``folder``, and return the text of analysis.md.
-
-    The files are analysis.md, readouts.csv, comparisons.jsonl, and surprisal/ARM_POINT.json with the mean of -log p
-    over the sampled tokens of each rollout, in nats, under the distribution that they were sampled from, averaged over
-    the runs of an arm (named configuration) at a point of the grid (a combination of values of options).
-    """
+    """Write the analysis of a study to files in ``folder``, and return the text of analysis.md. The other files are
+    readouts.csv, comparisons.jsonl, and surprisal/ARM_POINT.json with the mean of -log p over the sampled tokens of
+    each rollout, in nats, under the distribution that they were sampled from, averaged over the runs of an arm at a
+    point of the grid."""
     collapsed = not_finite(study, groups)
     rank_collapsed_last(groups, study.analysis.metric)
     judged = all_compared(study, groups)

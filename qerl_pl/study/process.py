@@ -1,11 +1,9 @@
-"""Execute the commands of one run of a study (training and evaluations) in one process, so that packages are imported
-only once.
+"""Execute the commands of one run of a study in one process, so that packages are imported only once.
 
 Usage: ``python -m qerl_pl.study.process FOLDER COMMANDS``. FOLDER is the run's folder. COMMANDS is a JSON list of pairs
 [NAME, ARGUMENTS]: the command's name within the study, such as "fit", and its list of command-line arguments. Commands
 are executed in order. If one fails, the process ends with its exit status, and the commands after it are not executed;
-``study.runner`` then starts a new process with the commands that have not succeeded. If all succeed, the exit status is
-0.
+``study.runner`` then starts a new process with the commands that have not succeeded.
 """
 
 import json

@@ -15,7 +15,7 @@ Curves = dict[str, Curve]
 def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
     """Compute the readouts of a run (numbers that summarise it), by name. A readout is left out if the run did not log
     the scalars that it needs. The readout "area under ..." is the mean of a curve over the optimizer steps of training.
-    "entropy at equal reward" is not computed here but by ``analysis.gather``, because it depends on other runs too."""
+    "entropy at equal reward" depends on other runs too, and is added by ``analysis.gather``."""
     validation = study.analysis.validation
     ledger = [tag for tag in sorted(curves) if tag.startswith("ledger/") and tag.endswith("/mean_abs")]
     of_curves = [
@@ -41,8 +41,8 @@ def readouts(study: Study, run: Run, curves: Curves) -> dict[str, float]:
 
 def pass_at_k(run: Run, evaluation: str) -> dict[int, float]:
     """Read the pass@k of one evaluation of a run from its event files; returns a dict from k to the share of solved
-    problems. With one completion per problem, k = 1 is the only key; the dict is empty if the evaluation has not been
-    run. If the evaluation was repeated with other settings, and so has several folders, the newest counts."""
+    problems, empty if the evaluation has not been run. If the evaluation was repeated with other settings, and so has
+    several folders, the newest counts."""
     files = (run.folder / "evaluations" / evaluation).rglob("events.out.tfevents.*")
     newest_first = sorted(files, key=lambda path: path.name, reverse=True)  # the names begin with the time
     for folder in dict.fromkeys(path.parent for path in newest_first):
@@ -78,8 +78,7 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
 
 
 def equal_reward(runs: Sequence[Curves]) -> float | None:
-    """Return the highest training reward that every run reached, as a running mean; None if a run has logged no
-    reward."""
+    """Return the highest running mean of the training reward that every run reached; None if a run logged no reward."""
     if not runs or any("train/reward" not in curves for curves in runs):
         return None
     means = [smooth(curves["train/reward"].values) for curves in runs]
@@ -89,9 +88,8 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
-    """Return the entropy of a run, in nats per token, at the first optimizer step at which its reward reaches
-    ``reward``; both are running means over the last ``WINDOW`` values. None if the run never reaches this reward, or if
-    it logged no entropy."""
+    """Return the entropy of a run, in nats per token, at the first step at which its reward reaches ``reward``, both as
+    running means. None if the run never reaches this reward, or logged no entropy."""
     if not {"train/reward", "policy/entropy"} <= curves.keys():
         return None
     reached = np.flatnonzero(smooth(curves["train/reward"].values) >= reward)

@@ -28,8 +28,7 @@ TIME_IS_UP = 3  # exit status if the time limit ended the work
 
 @dataclass
 class Slot:
-    """Place for one run on a machine. A slot executes one run at a time, so the number of slots is the number of runs
-    that are executed at the same time."""
+    """Place for one run on a machine, which executes one run at a time."""
 
     gpu: str | None
     """Number of the GPU, as in CUDA_VISIBLE_DEVICES; None on a machine without a GPU."""
@@ -44,10 +43,9 @@ class Slot:
 
 
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
-    """Create the slots of this machine, each of which executes one run at a time. Each GPU (or the machine, if it has
-    no GPU) gets ``jobs`` slots or, if that is None, ``study.jobs``. If both are None, the number is as large as CPU
-    cores and, on GPUs, memory allow (``study.gpu_memory`` GiB per run), but one per GPU if ``study.gpu_memory`` is None
-    too. Consecutive slots are on different GPUs."""
+    """Create the slots of this machine. Each GPU (or the machine, if it has none) gets ``jobs`` slots or, if that is
+    None, ``study.jobs``. If both are None, the number is as large as CPU cores and, on GPUs, memory allow
+    (``study.gpu_memory`` GiB per run), but one per GPU if that is None too. Consecutive slots are on different GPUs."""
     import torch  # imported here, because `study --analyse` needs none
 
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))
@@ -64,9 +62,8 @@ def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
 
 
 class Runner:
-    """Executes the runs of a study, one at a time in each slot (a place for one run on the machine), except runs that
-    another runner (another process with the same study) works on. If ``minutes`` is given, runs that are not finished
-    after that time are asked to stop at their next checkpoint."""
+    """Executes the runs of a study, one at a time in each slot, except runs that another process with the same study
+    works on. After ``minutes``, if given, runs that are not finished are asked to stop at their next checkpoint."""
 
     def __init__(self, study: Study, slots: list[Slot], minutes: float | None) -> None:
         self.study, self.slots = study, slots
@@ -102,8 +99,8 @@ class Runner:
         self._signal = number
 
     def _advance(self, slot: Slot) -> None:
-        """Start a process in a slot (a place for one run) that has none. It executes the remaining commands of the
-        slot's run or, if the slot has no run, those of the next waiting run."""
+        """Start a process in a slot that has none. It executes the remaining commands of the slot's run or, if the slot
+        has no run, those of the next waiting run."""
         if slot.process is not None and slot.process.poll() is not None:
             self._ended(slot, slot.process.returncode)
         if slot.run is None:
@@ -119,8 +116,7 @@ class Runner:
                 self._say(f"{name} is finished")
 
     def _take(self, slot: Slot) -> None:
-        """Assign to a slot the first waiting run that no other process works on and that does not depend on an
-        unfinished run."""
+        """Give a slot the first waiting run that no other process works on and that needs no unfinished run."""
         for _ in range(len(self.waiting)):
             run = self.waiting.popleft()
             before = self.study.run_before(run)
@@ -162,9 +158,8 @@ class Runner:
         self._say(f"{run.name} {'starts' if slot.attempts == 1 else 'starts again'}; its output: {log.parent}")
 
     def _ended(self, slot: Slot, status: int, *, stopped: bool = False) -> None:
-        """Record that the process that executed commands of a slot's run has ended with an exit status. If a command
-        has now failed ``study.attempts`` times, the run is given up. A process that the runner itself has stopped
-        (``stopped``) does not count as a failure."""
+        """Record that a slot's process has ended. If a command has now failed ``study.attempts`` times, the run is
+        given up. A process that the runner itself has stopped does not count as a failure."""
         run = slot.run
         assert run is not None
         slot.process = None
@@ -194,9 +189,8 @@ class Runner:
         slot.run = slot.lock = slot.process = None
 
     def _stop(self) -> int:
-        """Ask the processes of all runs of the study to stop at their next checkpoint, wait for them, and kill those
-        that still run after ``STOP_SECONDS``. Returns an exit status: 128 plus the number of the received signal, or
-        ``TIME_IS_UP`` if there was none, but the time limit was reached."""
+        """Ask the processes of all runs to stop at their next checkpoint, wait for them, and kill those that still run
+        after ``STOP_SECONDS``. Returns the exit status of ``work``."""
         busy = [(slot, slot.process) for slot in self.slots if slot.process is not None]
         for _, process in busy:
             process.send_signal(signal.SIGTERM)
@@ -214,8 +208,7 @@ class Runner:
         return 128 + self._signal if self._signal else TIME_IS_UP
 
     def _print_status(self) -> None:
-        """Print, for each run that is being executed, the last line of the log of its current command, for example
-        which rollout is done."""
+        """Print, for each run that is being executed, the last line of the log of its current command."""
         self._status_time = time.monotonic()
         for slot in self.slots:
             if slot.run is not None and slot.process is not None:
@@ -231,8 +224,8 @@ class Runner:
         print(f"{time.strftime('%H:%M:%S')} {text}\n         {counts}{self._time_left()}", flush=True)
 
     def _time_left(self) -> str:
-        """Estimate the remaining time of the study from the mean duration of finished runs; the empty string if there
-        is none."""
+        """Estimate the remaining time of the study, as text, from the mean duration of finished runs; the empty string
+        if there are none."""
         runs = self.study.runs()
         seconds = [sum(state.state_of(run.folder).done.values()) for run in runs if state.is_finished(self.study, run)]
         running = [time.monotonic() - slot.started for slot in self.slots if slot.process is not None]
@@ -251,6 +244,5 @@ def _lines(log: Path) -> list[str]:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent process, the runner, dies. Every new process calls this
-    function."""
+    """Ask Linux to send this new process SIGTERM when its parent process, the runner, dies."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -20,8 +20,7 @@ class State(NamedTuple):
     """Duration in seconds of each successful command, by its name, added up over all its attempts, failed and stopped
     ones too."""
     spent: dict[str, float] = {}  # noqa: RUF012 (nobody writes to it)
-    """Total duration in seconds of the attempts that failed or were stopped, by the command's name; commands that have
-    succeeded since then are left out."""
+    """Seconds of the attempts that failed or were stopped, of commands that have not succeeded since, by name."""
     failure: str | None = None
     """Reason why the last attempt failed; None if it did not fail."""
 
@@ -55,9 +54,8 @@ def succeeded(folder: Path, name: str, seconds: float) -> None:
 
 
 def write_files(study: Study, run: Run) -> None:
-    """Write the configuration files of a run, which its commands read (``-c``). The caller must hold the run's lock
-    (see ``lock``). ValueError: the study's file now gives the run other settings than those with which the run
-    began."""
+    """Write the configuration files of a run, which its commands read (``-c``). The caller must hold the run's lock.
+    ValueError: the run began with other settings than those that the study's file now gives it."""
     check_unchanged(study, run)
     for path, text in files_of(study, run).items():
         write_whole(path, text)

@@ -1,5 +1,4 @@
-"""Compare two arms of a study (trained configurations) by paired differences: significance test, confidence interval
-and power.
+"""Compare two arms of a study by paired differences: significance test, confidence interval and power.
 
 One procedure gives the p-value and the interval, so that they cannot contradict each other: the two-sided sign-flip
 permutation test of the mean. If the differences x are symmetric about m, flipping the signs of any subset of the values
@@ -22,8 +21,7 @@ ALPHA = 0.05
 that does not exist."""
 POWER = 0.8
 EXACT_PAIRS = 16
-"""Largest number of pairs of runs for which the test uses all subsets of pairs; for more pairs it uses 2^16 random
-subsets."""
+"""Largest number of pairs for which the test uses all subsets of pairs; for more it uses 2^16 random ones."""
 SIMULATED_PAIRS = 12
 """Largest number of pairs of runs for which the test's power is simulated. For more pairs, the power of the t test is
 used, which differs by less than 2 %."""
@@ -41,8 +39,7 @@ class Estimate(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Statistics of the differences between two arms in a readout (a number that summarises a run), over pairs of runs
-    with equal seeds."""
+    """Statistics of the differences between two arms in a readout, over pairs of runs with equal seeds."""
 
     difference: Estimate
     """Mean difference. Its interval contains all true means that the test does not reject at the 5 % level."""
@@ -63,8 +60,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def compare(values: Sequence[float]) -> Comparison:
-    """Estimate the mean of paired differences, and test whether it is 0. Differences that are NaN or infinite are left
-    out."""
+    """Estimate the mean of paired differences, and test whether it is 0. NaN and infinite differences are left out."""
     finite = _finite(values)
     if len(finite) < 2:
         return Comparison(mean(finite.tolist()), math.nan, math.nan)
@@ -160,17 +156,16 @@ def _subsets(num: int) -> np.ndarray:
 
 @cache
 def _standard_sums(pairs: int) -> np.ndarray:
-    """Simulate studies whose paired differences are standard normal, to estimate the power of the test. Returns the sum
-    of the differences over each subset of the pairs, [studies, subsets] fp64, for as many studies as fit into 32 MB,
-    but at most 4000."""
+    """Simulate studies whose paired differences are standard normal, to estimate the power of the test: as many studies
+    as fit into 32 MB, but at most 4000. Returns the sum of the differences over each subset of the pairs, [studies,
+    subsets] fp64."""
     studies = min(4000, 2**22 // 2**pairs)
     return np.random.default_rng(0).standard_normal((studies, pairs)) @ _subsets(pairs).T
 
 
 def _p_values(sums: np.ndarray) -> np.ndarray:
-    """Compute two-sided p-values of the sign-flip test that the mean difference is 0. The last axis of ``sums`` [...,
-    subsets] has the sum of the paired differences over every subset of the pairs; its last element is the sum over all
-    pairs. The result [...] has one p-value for each vector of sums."""
+    """Compute two-sided p-values [...] of the sign-flip test that the mean difference is 0 from the sums [..., subsets]
+    of the paired differences over every subset of the pairs, of which the last is the sum over all pairs."""
     # Flipping the signs of a subset makes the mean at least as extreme in two cases: (1) the subset's sum is 0, or its
     # sign differs from that of the sum of all differences; (2) it has that sign and is at least as large. A subset is
     # in case 1 exactly if its complement is in case 2, so case 1 is counted, and doubled.
@@ -183,8 +178,7 @@ def _p_values(sums: np.ndarray) -> np.ndarray:
 
 def _interval(sums: np.ndarray, pairs: int) -> tuple[float, float]:
     """Compute the 95 % confidence interval of the mean difference, that is, the true means that the sign-flip test does
-    not reject. ``sums`` [subsets] has the sums of the differences over the subsets of the ``pairs`` pairs of runs.
-    Returns the lower and upper end, infinite if there are too few pairs."""
+    not reject, from the sums [subsets]. Returns lower and upper end, infinite if there are too few pairs."""
     means = np.sort(sums / _subsets(pairs).sum(axis=1))
     # number of subsets (the empty one included) at each end of the sorted means that p <= ALPHA allows
     rejected = math.floor(ALPHA / 2 * (len(means) + 1) + 1e-9)

@@ -35,8 +35,8 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Analysis:
-    """Settings of ``--analyse``: which arms (named configurations) of a study are compared, and by which readouts
-    (numbers that summarise a run, see ``qerl_pl.study.readouts``).
+    """Settings of ``--analyse``: which arms of a study are compared, and by which readouts (numbers that summarise a
+    run, see ``study/readouts.py``).
 
     Attributes:
         comparisons: pairs of arms, [arm, arm that it is compared with]; null: every arm with the first one.
@@ -128,9 +128,8 @@ class Study:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        """Raise ValueError for a setting in the file of a study (several runs that are compared) that would have no
-        effect, because every run gets its value from the study's ``grid`` of values, from the study's ``gpu_memory`` or
-        from the program that runs the study (for example the seed)."""
+        """Raise ValueError for a setting that would have no effect, because every run gets its value from the study's
+        ``grid`` or ``gpu_memory``, or from the program (for example the seed)."""
         sections = {f"arms.{name}": settings for name, settings in self.arms.items()}
         sections |= {f"evaluations.{name}": settings for name, settings in self.evaluations.items()}
         varied = [*self.grid, *(["model.gpu_memory"] if self.gpu_memory is not None else [])]
@@ -165,8 +164,7 @@ class Study:
         return self._run(self.after[run.arm], run.point, run.seed) if run.arm in self.after else None
 
     def name_of(self, point: Mapping[str, Any]) -> str:
-        """Return the name of the folder for a point of the grid, e.g. ``lr=0.001,base=small.gguf``; the empty string
-        for a study without a grid."""
+        """Return the folder's name for a point of the grid, e.g. ``lr=0.001,base=small.gguf``; empty without a grid."""
         name = ",".join(f"{key.rsplit('.', 1)[-1]}={_shown(value, self.grid[key])}" for key, value in point.items())
         return name if len(name) <= 2 * MOST_LETTERS else f"{name[:MOST_LETTERS]}-{_digest(name)}"
 
@@ -198,12 +196,9 @@ class Command(NamedTuple):
 
 
 def read_study(path: Path, output: Path | None = None, variables: Mapping[str, str] | None = None) -> Study:
-    """Read the YAML file of a study (several runs that are compared), and return its content. The file has the fields
-    of ``Study`` and optionally ``variables``, a mapping of names to values that replace ``$NAME`` in all of its texts.
-
-    The arguments ``output`` and ``variables`` override what the file says. ValueError: the file is missing or no YAML,
-    or a key or value is wrong.
-    """
+    """Read the YAML file of a study. It has the fields of ``Study`` and optionally ``variables``, a mapping of names to
+    values that replace ``$NAME`` in all of its texts. The arguments ``output`` and ``variables`` override what the file
+    says. ValueError: the file is missing or no YAML, or a key or value is wrong."""
     _require(path.is_file(), f"there is no study {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -251,8 +246,7 @@ def _name(name: object, where: str) -> str:
 
 
 def _without_variables(content: Mapping[str, Any], where: str, values: Mapping[str, str]) -> dict[str, Any]:
-    """Replace ``$NAME`` in all texts of a study's file by the values of variables; a file without ``variables`` is
-    returned as it is."""
+    """Replace ``$NAME`` in all texts of a study's file by the values of variables."""
     known = content.get("variables") or {}
     _require(isinstance(known, dict), f"{where}: variables is {known!r}; expected a mapping")
     _require("seed" not in known, f"{where}: variables has `seed`, which is each run's seed; choose another name")
@@ -317,9 +311,8 @@ def _with_seed(text: str, seed: int) -> str:
 
 
 def _shown(value: Any, values: list[Any]) -> str:
-    """Return the text by which the name of a run's folder shows the run's ``value`` of an option, for which the study
-    has several ``values``. For a path, it is the last part, followed by a digest if another of ``values`` has the same
-    last part."""
+    """Return the text by which the name of a run's folder shows the run's ``value`` of an option: of a path the last
+    part, followed by a digest if another of the study's ``values`` of this option has the same last part."""
     name = _last_part(value)
     clash = [_last_part(other) for other in values].count(name) > 1
     return f"{name}-{_digest(str(value))}" if clash else name

@@ -94,12 +94,9 @@ def print_checks(
     optional: Collection[str] = (),
     left_out: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> int:
-    """Run checks and print one line for each; returns the number of required checks that failed.
-
-    A line begins with [ok] if the check succeeded and with [no] if a required check failed. It begins with [--] in two
-    cases: a check that is named in ``optional`` failed, or a check raised an exception of the type ``left_out``, which
-    means that it could not be made.
-    """
+    """Run checks and print one line for each; returns the number of required checks that failed. A line begins with
+    [ok] if the check succeeded, with [no] if a required one failed, and with [--] if it is ``optional`` and failed, or
+    raised ``left_out``, which means that it could not be made."""
     failed = 0
     for name, check in checks:
         try:
@@ -125,8 +122,7 @@ def versions() -> str:
 
 
 def _cuda() -> str:
-    """Return the CUDA version that torch was built for. It is read from torch's file version.py, without importing
-    torch."""
+    """Return the CUDA version that torch was built for, from torch's file version.py, without importing torch."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
@@ -135,8 +131,7 @@ def _cuda() -> str:
 
 
 def _gpus(driver: Path) -> list[str]:
-    """Return one line for each GPU that NVIDIA's driver lists (or "gpu none"), and one line for the driver's
-    version."""
+    """Return one line for each GPU that NVIDIA's driver lists (or "gpu none"), and one with the driver's version."""
     files = sorted(driver.glob("gpus/*/information"))
     models = [match[1] for file in files if (match := re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE))]
     release = driver / "version"

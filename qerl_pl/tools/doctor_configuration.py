@@ -37,8 +37,7 @@ SCORED = 8
 LOGS = 10**9
 """Approximate upper limit on the size of a run's logs, in bytes."""
 CHECKPOINTS = 4
-"""Largest number of checkpoint files that a run has on the disk at a time: last, previous, best, and the one being
-written."""
+"""Most checkpoint files that a run has on the disk at a time: last, previous, best, and the one being written."""
 
 
 class NotChecked(Exception):
@@ -148,8 +147,7 @@ def _data(datamodule: Any) -> str:
 
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
-    """Score completions that consist of the known answer, and ones without an answer; returns a sentence with the
-    means."""
+    """Score completions that consist of the known answer, and ones without an answer; returns their means as text."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)

@@ -65,9 +65,9 @@ def _left_out_by_vllm(output: Path, settings: LoraSettings) -> Iterator[str]:
 
 
 def _local_folder(base: str) -> Path:
-    """Return the folder of a base model on this machine, from which its config.json and weights are read. For a model
-    on the Hugging Face hub, this is the folder of one of its commits in the hub's local cache. If that cache does not
-    have the model, the result is Path("OWNER/MODEL"), so the caller has to check whether the files exist."""
+    """Return the folder of a base model on this machine. For a model on the Hugging Face hub, this is the folder of one
+    of its commits in the hub's local cache. If that cache does not have the model, the result is Path("OWNER/MODEL"),
+    so the caller has to check whether the files exist."""
     cached = try_to_load_from_cache(base, CONFIG) if is_hub_name(base) else None
     return Path(cached).parent if isinstance(cached, str) else Path(base)
 
@@ -77,16 +77,9 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
     settings.
 
     The exported settings name the base by its absolute path, or by name and commit on the hub. If the run quantised the
-    base, they name the quantised copy in this program's cache.
-
-    Args:
-        run: folder of the run.
-        output: folder to make.
-        checkpoint: "last", "best", or the path of a checkpoint.
-
-    Raises:
-        ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files on this machine are
-            not those of the run, or ``output`` exists.
+    base, they name the quantised copy in this program's cache. ``checkpoint`` is "last", "best", or the path of a
+    checkpoint. ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files on this
+    machine are not those of the run, or ``output`` exists.
     """
     config_file, path = run_files(run, checkpoint)
     model: dict[str, Any] = read_run_config(config_file)["model"]
@@ -135,12 +128,8 @@ def _check_shapes(adapter: Mapping[str, Tensor], base: Path) -> None:
 
 def push(folder: Path, name: str) -> str:
     """Upload an exported folder to the model repository OWNER/NAME on the Hugging Face hub; returns the repository's
-    web address. If the repository does not exist, it is created as a private one.
-
-    Raises:
-        OSError: the hub cannot be reached or refuses the upload. The exported folder stays on this machine, and the
-            message has the command that uploads it.
-    """
+    web address. If the repository does not exist, it is created as a private one. OSError: the hub cannot be reached or
+    refuses the upload. The exported folder stays on this machine, and the message has the command that uploads it."""
     try:
         api = HfApi()
         address = api.create_repo(name, private=True, exist_ok=True)

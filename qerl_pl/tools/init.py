@@ -10,8 +10,7 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.program import CommandParser, called_as
 
 EXAMPLE = Path(__file__).parent / "example"
-"""Folder of the files that are copied. There are enough problems for the example's configuration to split off
-validation problems and to have at least one batch left for training."""
+"""Folder of the files that are copied, with enough problems to split off validation problems and fill a batch."""
 BASE = "Qwen/Qwen2.5-0.5B-Instruct"
 """Base model in the example's configuration."""
 MORE = """\

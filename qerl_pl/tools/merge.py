@@ -1,5 +1,4 @@
-"""Export a trained policy as one model in bf16 or NVFP4, and measure how much its predictions differ from the
-policy's."""
+"""Export a trained policy as one model in bf16 or NVFP4, and measure how far its predictions are from the policy's."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -69,15 +68,13 @@ class Drift:
 @phase("merging the adapter into the base")
 def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str = "last") -> Drift | None:
     """Write the policy of a run to a new folder as a model that needs no adapter, and compare its next-token
-    distributions with the policy's. Returns the mean KL(policy || exported model) and the share of tokens with equal
-    argmax; None if the run's folder has no completions to compare them on.
+    distributions with the policy's. Returns how much they differ; None if the run's folder has no completions to
+    compare them on.
 
     The base is dequantised, the adapter is added in fp32, and the sum is rounded to bf16. With the ``form`` "nvfp4",
     the result is then quantised to NVFP4 by rounding to nearest, so small changes by the adapter may be lost. After an
-    error, the folder is removed.
-
-    Raises:
-        ValueError: there is no such run or checkpoint, the checkpoint belongs to another base, or ``output`` exists.
+    error, the folder is removed. ValueError: there is no such run or checkpoint, the checkpoint belongs to another
+    base, or ``output`` exists.
     """
     with new_folder(output) as temporary:
         policy, _ = load_run(run, checkpoint=checkpoint)
@@ -96,8 +93,7 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
-    """Write the base model of a policy with the adapter merged into its weights. Tensors are stored in bf16, except
-    those that the model family keeps in fp32."""
+    """Write a policy's model with the adapter merged into its weights, in bf16 except what the family keeps in fp32."""
     folder.mkdir(parents=True)
     tied, tensors = tied_weights(policy.causal_lm), dict[str, Tensor]()
     for name, tensor in merged_tensors(policy):
@@ -153,9 +149,8 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
-    """Read the newest completions of a run from its files, at most ``_ROWS``. Returns for each a list of the tokens of
-    prompt and completion, and the number of prompt tokens; of a completion, at most ``_TOKENS`` tokens are kept. The
-    list is empty if the run's folder has no completions."""
+    """Read the newest completions of a run, at most ``_ROWS``: for each, the tokens of the prompt and of at most
+    ``_TOKENS`` of the completion, and the number of prompt tokens. Empty if the run kept none."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
         for line in read_lines(file):
@@ -174,8 +169,7 @@ def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[li
 @torch.no_grad()
 def measure_drift(policy: Policy, folder: Path, rows: Sequence[tuple[list[int], int]]) -> Drift:
     """Compare the next-token distributions of a policy, in evaluation mode, with those of its exported model in
-    ``folder``, at the completion tokens of ``rows``, which ``sampled_rows`` returned. Returns the mean KL(policy ||
-    exported model) in nats per token, the share of tokens with equal argmax, and the number of tokens."""
+    ``folder``, at the completion tokens of ``rows`` (from ``sampled_rows``)."""
     lm = policy.causal_lm
     exported = load_base(folder, dtype=policy.dtype, device=lm.device)
     kl = same = num_tokens = 0

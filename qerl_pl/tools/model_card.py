@@ -56,9 +56,8 @@ base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="bfloat16", quantiza
 
 
 def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: str, folder: str, run: Path) -> str:
-    """Return the Markdown text of the model card for an adapter that is exported to a folder of the name ``folder``.
-    ``base`` is the path or hub name of the base. The text has results of training, which are read from the event files
-    in the run's folder."""
+    """Return the Markdown text of the model card for an adapter in a folder named ``folder``, with results of training
+    from the run's event files. ``base`` is the path or hub name of the base."""
     identity = checkpoint["identity"]
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(
@@ -88,8 +87,7 @@ def _loading(base: str) -> str:
 
 
 def evidence(run: Path) -> str:
-    """Summarise in Markdown what a run logged and what its checks found, such as the comparison of the engine's weights
-    with the trainer's."""
+    """Summarise in Markdown what a run logged and what its checks found."""
     try:
         curves = read_curves(run)
     except ValueError as error:

@@ -1,8 +1,5 @@
-"""Command-line options of those commands of this program whose imports take seconds. This module imports nothing slow.
-
-The program parses the command line with these options before it imports the command's module, so that ``--help`` and
-messages about wrong options or paths are printed at once.
-"""
+"""Command-line options of those commands whose imports take seconds. The program parses the command line with them
+before it imports the command's module, so that ``--help`` and messages about wrong options are printed at once."""
 
 import argparse
 import math
@@ -42,9 +39,8 @@ def output_file(text: str | Path) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Check that the path ``text`` is a folder or that one can be made there, and return the path; a type for arguments
-    of argparse. ArgumentTypeError: the path is empty (as from an unset shell variable), or the path or one of its
-    parents is a file."""
+    """Check that a path is a folder or that one can be made there, and return it; a type for argparse.
+    ArgumentTypeError: it is empty (as from an unset shell variable), or it or one of its parents is a file."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")
@@ -107,8 +103,7 @@ def existing_base(text: str) -> Path:
 
 
 def existing_run(text: str) -> Path:
-    """Return the path of an existing run's folder, which contains a config.yaml. ArgumentTypeError: there is no such
-    folder."""
+    """Return the path of a run's folder, which has a config.yaml. ArgumentTypeError: there is no such folder."""
     path = existing_folder(text)
     if not (path / "config.yaml").is_file():
         raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")

@@ -94,8 +94,7 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """Return the dimensions of the base model that the section ``model`` of a configuration names. Errors are those of
-    ``planned_shape``."""
+    """Return the dimensions of the base that the section ``model`` names; errors are those of ``planned_shape``."""
     quantization = quantization_of(model["quantize"])
     return planned_shape(model["base"], model["base_format"], quantization, DTYPES[model["dtype"]])
 

@@ -1,5 +1,4 @@
-"""Train every arm (named configuration) of a study with every seed, and compare the results. ``options.STUDY`` is the
-command's help text."""
+"""Train every arm (named configuration) of a study with every seed, and compare the results."""
 
 import argparse
 import shlex
@@ -51,9 +50,9 @@ def _check_seeds(study: Study, name: str) -> None:
 
 
 def _fault_in_config(study: Study, name: str) -> str | None:
-    """Find the first fault because of which runs of a study (several runs that are compared) would fail at their start:
-    a fault in a configuration file that all runs read, or an unknown section in settings of the study. Returns an error
-    message; None if there is no fault."""
+    """Find the first fault because of which runs of a study would fail at their start: a fault in a configuration file
+    that all runs read, or an unknown section in settings of the study. Returns an error message; None if there is no
+    fault."""
     for entry in study.config:
         if fault := fault_in_files(["-c", entry]):
             return f"{name}: {fault}"

@@ -1,10 +1,9 @@
 """Make a small policy that can do arithmetic but makes careless mistakes, for the quickstart and for tests.
 
-The policy is a model of the Qwen2 architecture with 464 000 parameters. It is fine-tuned on worked solutions of
-arithmetic problems, which a program writes that makes mistakes at random (qerl_pl/tasks/arithmetic.py). So the model
-can compute correctly, but more often repeats the program's mistakes, and reinforcement learning improves it within
-minutes. If its fine-tuning were stopped early instead, it would hardly ever earn a reward, and would not improve. The
-policy depends only on the seed; global random states are left as they are.
+It is a model of the Qwen2 architecture with 464 000 parameters, fine-tuned on worked solutions of arithmetic problems
+by a program that makes mistakes at random (tasks/arithmetic.py). So it can compute, but more often repeats the
+mistakes, and reinforcement learning improves it within minutes; if fine-tuning stopped early instead, it would hardly
+ever earn a reward. It depends only on the seed; global random states are left as they are.
 """
 
 import itertools
@@ -67,14 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
-    """Fine-tune a small policy on solutions with mistakes and write it to a new or empty folder; after an error, the
-    folder is left as it was. ``sft_steps`` is the number of optimizer steps of supervised training; with 0, the weights
-    are random.
-
-    Returns a dict with the duration in ``seconds`` and, if the policy was trained, with its ``accuracy`` and ``skill``,
-    the shares of problems with no mistake at all, and with no other mistakes than those of the solutions. ValueError:
-    the folder is not empty, or accuracy or skill is out of range (see ``check``).
-    """
+    """Fine-tune a small policy on solutions with mistakes, and write it to a new or empty folder; after an error, the
+    folder is left as it was. ``sft_steps`` is the number of optimizer steps; with 0, the weights are random. Returns
+    the duration in ``seconds`` and, if the policy was trained, its ``accuracy`` and ``skill`` (see ``measure``).
+    ValueError: the folder is not empty, or accuracy or skill is out of range (see ``check``)."""
     output, started = Path(output), time.perf_counter()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")
@@ -109,9 +104,8 @@ def is_made(output: Path, *, seed: int, sft_steps: int = SFT_STEPS) -> bool:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Create a byte-level tokenizer: a text is converted to the Unicode normal form C (NFC), and each of its UTF-8
-    bytes is a token. The tags ``<think>``, ``<answer>`` and their closing tags are one token each, and remain in
-    decoded texts."""
+    """Create a byte-level tokenizer: each UTF-8 byte of a text (in the normal form NFC) is a token. The tags
+    ``<think>``, ``<answer>`` and their closing tags are one token each, and remain in decoded texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # AutoTokenizer loads every Qwen2 model's tokenizer with this class, whatever class the folder names.
     tokenizer = Qwen2Tokenizer(
@@ -190,8 +184,7 @@ def encode(tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Seq
 def reproduces(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, expressions: Sequence[str], solutions: Sequence[str]
 ) -> Tensor:
-    """Return [B] bool: True where greedy decoding of an expression's prompt would produce exactly the given
-    solution."""
+    """Return [B] bool: True where greedy decoding of an expression's prompt would give exactly the solution."""
     # One forward pass suffices: greedy decoding produces a text exactly if each token of the text is the most likely
     # one after the tokens before it.
     tokens, mask = encode(tokenizer, expressions, solutions)
@@ -200,13 +193,9 @@ def reproduces(
 
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
-    """Measure a policy's ``accuracy`` and ``skill`` on held-out problems with greedy decoding.
-
-    The policy was fine-tuned on solutions by a program that makes one kind of mistake in random steps of the
-    computation. The accuracy is the share of problems whose greedy solution has no mistake. The skill is the share of
-    problems whose greedy solution has no other mistakes than those of this kind. A solution in another format than the
-    program's counts as wrong in both, so both numbers are lower bounds.
-    """
+    """Measure a policy's ``accuracy`` and ``skill`` on held-out problems with greedy decoding: the share of solutions
+    without a mistake, and of those without other mistakes than the kind that the program makes. A solution in another
+    format than the program's counts as wrong in both, so both are lower bounds."""
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # in the first, no step is careless
     texts = [

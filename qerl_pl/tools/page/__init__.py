@@ -1,2 +1,1 @@
-"""Make the HTML page of one or more runs, a single file with results, checks, settings and completions (``report
---html``)."""
+"""Make the HTML page of runs, a single file with results, checks, settings and completions (``report --html``)."""

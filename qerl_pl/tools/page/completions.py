@@ -20,7 +20,7 @@ LARGEST = 32.0  # nats; numbers per token are clipped to +- this value
 
 def files_of_run(run: Path, curves: Mapping[str, Curve]) -> list[Path]:
     """List a run's files of completions, one per rollout or evaluation, in the order of their names. ``curves`` are the
-    run's logged scalars; files of later rollouts than these, and of validations after them, are left out: a start wrote
+    run's logged scalars. Files of later rollouts than these, and of validations after them, are left out: a start wrote
     them that was given up, and a later start went on from an older checkpoint and has not come as far yet."""
     files = sorted(run.glob("completions/*.jsonl"))
     logged = max((curve.steps[-1] for tag, curve in curves.items() if tag.startswith("train/")), default=None)
@@ -33,10 +33,10 @@ def files_of_run(run: Path, curves: Mapping[str, Curve]) -> list[Path]:
 
 
 def choose_files(runs: Mapping[Path, Mapping[str, Curve]], limit: int) -> tuple[list[tuple[int, Path]], str]:
-    """Choose files of completions (one per rollout or evaluation) for an HTML page about runs, evenly spread over each
-    run, that together have about ``limit`` completions. ``runs`` maps each run's folder to its logged scalars. Returns
-    a list of pairs (index of the run, file), ordered by run, stage (such as "train") and rollout, and a sentence for
-    the page about the completions that were left out, empty if none were."""
+    """Choose files of completions (one per rollout or evaluation) for an HTML page, evenly spread over each run, that
+    together have about ``limit`` completions. ``runs`` maps each run's folder to its logged scalars. Returns pairs
+    (index of the run, file), ordered by run, stage and rollout, and a sentence for the page about the completions that
+    were left out, empty if none were."""
     every = [(run, path) for run, (folder, of_run) in enumerate(runs.items()) for path in files_of_run(folder, of_run)]
     counts = [path.read_bytes().count(b"\n") for _, path in every]
     if sum(counts) <= limit:

@@ -22,12 +22,12 @@ DIGITS = 6  # significant digits of a curve's values
 
 
 def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
-    """Render one HTML page about one or more runs. ``runs`` maps each run's folder to its logged scalars.
+    """Render one HTML page about one or more runs. ``runs`` maps each run's folder to its logged scalars. If the runs
+    have more than ``limit`` completions, the page has those of some rollouts only, evenly spaced in each run, and says
+    so.
 
-    If the runs have more than ``limit`` completions, the page has those of some rollouts only, evenly spaced in each
-    run, and says so. The texts that a model wrote are stored as JSON in which ``<`` is escaped, and are shown only as
-    text, never as HTML. The page's content security policy forbids network requests, and all scripts except the page's
-    own.
+    The texts that a model wrote are stored as JSON in which ``<`` is escaped, and are shown only as text, never as
+    HTML. The page's content security policy forbids network requests, and all scripts except the page's own.
     """
     chosen, note = choose_files(runs, limit)
     summary = {"runs": [_content(folder, curves) for folder, curves in runs.items()], "note": note}
@@ -54,8 +54,7 @@ def page_of(runs: Mapping[Path, Mapping[str, Curve]], *, limit: int) -> str:
 
 
 def _as_json(value: object) -> str:
-    """Convert a value to JSON text in which ``<`` is escaped, so that it cannot end the HTML script element that
-    contains it."""
+    """Convert a value to JSON text with ``<`` escaped, so that it cannot end the script element around it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

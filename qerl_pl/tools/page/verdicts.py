@@ -22,9 +22,8 @@ Verdict = tuple[bool | None, str]
 
 
 def verdicts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
-    """Describe what each check of a run found, such as the comparison of the log-probabilities of sampler and trainer,
-    from the run's logged scalars. Returns one dict per check, with the keys ``check`` (its name), ``good`` (True: no
-    fault, False: a fault, None: the check did not run) and ``text``."""
+    """Describe what each check of a run found, from its logged scalars: one dict per check with ``check`` (its name),
+    ``good`` (True: no fault, False: a fault, None: it did not run) and ``text``."""
     checks = {
         "Canary": _canary,
         "Sampler and trainer": _gap,
