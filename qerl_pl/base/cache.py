@@ -1,6 +1,5 @@
-"""Cache, shared by all runs on this machine, of model folders that are derived from a base checkpoint, such as its
-quantised copy. The name of a folder contains a digest of the base checkpoint and of the settings by which the folder
-was made."""
+"""Cache, shared by all runs on this machine, of model folders derived from a base checkpoint, such as its quantised
+copy, named by a digest of the base and of the settings by which they were made."""
 
 import hashlib
 import json
@@ -18,8 +17,7 @@ VARIABLE = "QERL_PL_CACHE"
 
 
 def cache_root() -> Path:
-    """Return the cache folder: the value of QERL_PL_CACHE or, if this is not set, the folder qerl_pl in XDG_CACHE_HOME
-    (~/.cache)."""
+    """Return the cache folder: QERL_PL_CACHE or, if it is not set, qerl_pl in XDG_CACHE_HOME (~/.cache)."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_pl"
@@ -29,9 +27,9 @@ def made_once(source: Path, label: str, settings: Mapping[str, object], make: Ca
     """Return the folder in the cache that holds a derived copy of a base checkpoint, and call ``make`` to create it if
     it does not exist. If several processes ask for the same folder, one makes it and the others wait.
 
-    The folder's name begins with ``label``, followed by a digest of the content of ``source`` (a folder or a GGUF file)
-    and of ``settings``, which must be all settings that the copy depends on, in JSON's types. ``make`` is called with
-    the path of the copy, and may create it there only when it is complete.
+    The folder's name is ``label`` with a digest of the content of ``source`` (a folder or a GGUF file) and of
+    ``settings``, which must be all settings that the copy depends on, in JSON's types. ``make`` is called with the path
+    of the copy, and may create it there only when it is complete.
     """
     if source.is_file():
         content = [stored_digests(source.parent, [source])[source.name]]

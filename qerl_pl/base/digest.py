@@ -13,17 +13,13 @@ from qerl_pl.common.files import write_whole
 from qerl_pl.common.phases import Phase, phase
 
 KEPT = ".qerl-pl-digests.json"
-"""File in the base checkpoint's folder with the size, modification time, change time and SHA-256 digest of every weight
-file."""
+"""File in the base's folder with size, modification time, change time and SHA-256 digest of every weight file."""
 
 
 def base_digest(base: str | Path) -> str:
-    """Compute a digest, sixteen hex digits, of config.json and of every byte of the safetensors files of a folder.
-
-    A weight file is read again only if its size, modification time or change time (in nanoseconds) has changed since
-    its digest was stored. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s); four files are read at a
-    time.
-    """
+    """Compute a digest, sixteen hex digits, of config.json and of every byte of the safetensors files of a folder. A
+    weight file is read again only if its size, modification time or change time has changed since its digest was
+    stored. SHA-256 processes a bit over 1 GB/s per core (18 GB take 14 s); four files are read at a time."""
     folder = Path(base)
     digests = stored_digests(folder, sorted(folder.glob("*.safetensors")))
     digest = hashlib.sha256((folder / "config.json").read_bytes())

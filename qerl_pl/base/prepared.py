@@ -62,8 +62,7 @@ def prepared_base(base: str, base_format: BaseFormat | None = None, quantization
 
 
 def check_format(base: str, base_format: BaseFormat | None, quantization: Quantization | None) -> None:
-    """Raise ValueError if ``model.base_format`` is given together with ``model.quantize``, or with a model's name on
-    the hub."""
+    """Raise ValueError if ``model.base_format`` is given with ``model.quantize``, or with a model's name on the hub."""
     if base_format is not None and quantization is not None:
         raise ValueError(
             f"model.base_format is {base_format!r} and model.quantize {quantization.format!r}; the first takes a copy "

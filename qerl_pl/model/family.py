@@ -28,8 +28,7 @@ class Experts(NamedTuple):
     normalised: str = "norm_topk_prob"
     """Whether the weights of the chosen experts are divided by their sum; in families without this key, they are."""
     shared: str | None = None
-    """Inner size of a shared expert, which computes every token; None: the family has none, or gives
-    ``shared_number``."""
+    """Inner size of a shared expert, which computes every token; None: there is none, or ``shared_number`` says."""
     shared_number: str | None = None
     """Number of experts of size ``inner`` that compute every token, which are stored as one larger expert."""
     correction: str | None = None
@@ -39,14 +38,12 @@ class Experts(NamedTuple):
     scale: str | None = None
     """Number by which the weights of the chosen experts are multiplied; None: they are not multiplied."""
     groups: tuple[str, ...] = ()
-    """Keys with numbers of groups of experts. With more than 1 group, a router would choose groups before experts; only
-    1 is supported."""
+    """Keys with numbers of groups of experts, which must be 1: routers that choose groups first are not supported."""
     dense_blocks: str | None = None
     """Number of blocks with a dense MLP before the first block with experts; None: all blocks have experts."""
 
     def shared_inner(self, config: object) -> int:
-        """Return the inner size of the expert that computes every token, given the model's configuration; 0 if there is
-        none."""
+        """Return the inner size of the expert that computes every token; 0 if there is none."""
         if self.shared_number is not None:
             return getattr(config, self.shared_number) * getattr(config, self.inner)
         return 0 if self.shared is None else getattr(config, self.shared)
@@ -77,12 +74,10 @@ class Family:
     """Whether blocks that have no v_proj use the output of k_proj, its LoRA adapter included, as values of attention;
     keys and values are then normalised by different norms."""
     dense: tuple[str, ...] = ()
-    """Linear layers that stay in 16 bits in a 4-bit model and get no LoRA adapter. They are small, and quantisation
-    errors in them would have large effects: the model takes an exponential of their output, or chooses experts by
-    it."""
+    """Linears that stay in 16 bits and get no adapter: they are small, and errors in them would have large effects,
+    because the model takes an exponential of their output, or chooses experts by it."""
     fp32: tuple[str, ...] = ()
-    """Parameters that trainer and vLLM both hold in fp32, whatever the compute dtype is, given by the last components
-    of their names, such as ``A_log`` or ``gate.weight``."""
+    """Parameters that trainer and vLLM both hold in fp32, by the last components of their names, as ``gate.weight``."""
     needed: tuple[str, ...] = ()
     """Keys of config.json without which vLLM does not start, although transformers has values for them."""
     refused: tuple[tuple[str, str], ...] = ()
@@ -94,8 +89,7 @@ class Family:
     one_window: bool = False
     """Whether vLLM supports this family only if all blocks have a sliding attention window, or none has."""
     experts: Experts | None = None
-    """Keys of config.json for mixtures of experts; None: the family has none. Dense MLPs of a family with mixtures get
-    no adapters."""
+    """Keys of config.json for mixtures; None: there are none. Dense MLPs of such a family get no adapters."""
 
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear layer, given by its full name, is one of ``dense``."""
@@ -110,9 +104,8 @@ class Family:
 
         If the family stores several layers as one merged matrix, such as q_proj, k_proj and v_proj as qkv_proj, their
         names are replaced by that of the matrix. In families with mixture-of-experts layers, gate_proj, up_proj and
-        down_proj together mean the experts; they are left out of the result, which lists linear layers only. Raises
-        ValueError if only some of the layers of a merged matrix, only some of these three, or only these three are
-        named.
+        down_proj together mean the experts; they are left out of the result, which lists linear layers only.
+        ValueError: only some of the layers of a merged matrix, only some of these three, or only these three are named.
         """
         targets = list(names)
         if self.experts is not None and set(MLP) & set(names):
@@ -228,8 +221,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: object, *, path: object) -> Family:
-    """Return the description of a model family by config.json's ``model_type``; raise ValueError, naming ``path``, if
-    the family is not supported."""
+    """Return a model family by config.json's ``model_type``; ValueError, naming ``path``: it is not supported."""
     if model_type not in FAMILIES:
         raise ValueError(f"{path} is a {model_type!r} model; expected one of {', '.join(FAMILIES)}")
     return FAMILIES[str(model_type)]

@@ -54,13 +54,11 @@ class _Place(NamedTuple):
 
 
 class Checkpoint:
-    """Tensors of a checkpoint folder by name; files are memory-mapped, and ``read`` reads one tensor. Raises ValueError
-    if the folder has no model, or if a file is missing, truncated or not safetensors.
-
-    Tensors for multi-token prediction, which neither training nor sampling uses, are left out. Stacked experts
+    """Tensors of a checkpoint folder by name; files are memory-mapped, and ``read`` reads one tensor. Tensors for
+    multi-token prediction, which neither training nor sampling uses, are left out. Stacked experts
     (``mlp.experts.gate_up_proj``, [E, 2I, H] for E experts of inner size I and hidden size H) are presented as matrices
-    with names such as ``mlp.experts.3.up_proj.weight``.
-    """
+    with names such as ``mlp.experts.3.up_proj.weight``. ValueError: the folder has no model, or a file is missing,
+    truncated or not safetensors."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -122,7 +120,7 @@ class Checkpoint:
         return self._slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor to the CPU; it may be a view of the memory-mapped file, valid only as long as this object
+        """Read a tensor to the CPU, perhaps as a view of the memory-mapped file, valid only as long as this object
         exists."""
         file, stored, expert = self._stored[name]
         return self._files[file].get_tensor(stored) if expert is None else self._slice(name)[expert]
@@ -142,8 +140,7 @@ def _drafting(config: Mapping) -> tuple[str, ...]:
 
 
 def _expert_places(name: str, place: _Place, shape: list[int]) -> Iterator[tuple[str, _Place]]:
-    """Yield the name and the location of a stored tensor or, if experts are stacked in the tensor, those of each
-    expert's matrices."""
+    """Yield the name and location of a stored tensor or, if experts are stacked in it, of their matrices."""
     module, _, leaf = name.rpartition(".")
     if not module.endswith(".mlp.experts") or leaf not in ("gate_up_proj", "down_proj") or len(shape) != 3:
         yield name, place

@@ -19,11 +19,9 @@ from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 LOCAL = "models"
-"""Local folder that holds the models in this project's documentation, so ``models/NAME`` never names a model on the
-hub."""
+"""Local folder of the models in the documentation, so ``models/NAME`` never names a model on the hub."""
 ANSWER_S = 5.0
-"""Seconds in which the hub has to answer a first request; with huggingface_hub's own retries, it would take half a
-minute until the hub is known to be unreachable."""
+"""Seconds for the hub to answer a first request; huggingface_hub itself would retry for half a minute."""
 
 T = TypeVar("T")
 
@@ -36,9 +34,8 @@ def is_hub_name(base: str) -> bool:
 
 
 def hub_config(name: str) -> Path:
-    """Download config.json of a model on the hub, and ModelOpt's quantisation configuration if the model has one.
-    Returns the model's folder in the local cache; raises ValueError, with a message of one line, if that is not
-    possible."""
+    """Download config.json of a model on the hub, and ModelOpt's quantisation configuration if the model has one;
+    returns the model's folder in the local cache. ValueError, with a message of one line: the download failed."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     with suppress(ValueError):
         _fetched(name, lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
@@ -46,9 +43,8 @@ def hub_config(name: str) -> Path:
 
 
 def hub_folder(name: str) -> Path:
-    """Download a whole model with a progress bar, and return its folder in huggingface_hub's local cache; files that
-    are there already are not downloaded again. Raises ValueError, with a message of one line, if that is not
-    possible."""
+    """Download a whole model with a progress bar, except files that are in huggingface_hub's local cache already, and
+    return its folder there. ValueError, with a message of one line: the download failed."""
     local = not hub_answers()
     bars = sys.stderr.isatty()  # huggingface_hub shows bars of its own there
     with nullcontext() if bars or local else phase(f"downloading {name}, where the cache here does not have it"):
@@ -56,9 +52,8 @@ def hub_folder(name: str) -> Path:
 
 
 def hub_answers() -> bool:
-    """Return whether the Hugging Face hub answers a request within ``ANSWER_S`` seconds; if not, only models in
-    huggingface_hub's local cache can be used. The request is made once per process. With ``HF_HUB_OFFLINE=1``, none is
-    made and the result is False."""
+    """Return whether the hub answers within ``ANSWER_S`` seconds (asked once per process); if not, only models in the
+    local cache can be used. With ``HF_HUB_OFFLINE=1``, it is not asked and the result is False."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
@@ -93,9 +88,8 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
-    """Call ``fetch``, which downloads files of the model ``name``, and return its result. The hub client's warnings
-    about retries are not shown. Known errors, such as that of an unknown model, are raised as ValueError with a message
-    that says what to do."""
+    """Return the result of ``fetch``, which downloads files of the model ``name``, without the hub client's warnings
+    about retries. ValueError, which says what to do: a known error, such as an unknown model."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -9,15 +9,13 @@ _BLOCK_OF = re.compile(r"^(.*\.layers\.\d+)\.")
 
 
 def block_of(name: str) -> str | None:
-    """Return the decoder block that a tensor or module belongs to, by its name, e.g. "model.layers.3"; None if it
-    belongs to none."""
+    """Return the decoder block of a tensor or module by its name, e.g. "model.layers.3"; None if it is in none."""
     block = _BLOCK_OF.match(name)
     return block and block[1]
 
 
 def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """Return one configuration per decoder block; if all blocks have the same sizes, each is the model's
-    configuration."""
+    """Return one configuration per decoder block, the model's own if all blocks have the same sizes."""
     per_layer = getattr(config, "per_layer_config", None)  # older versions of transformers do not have it
     return [config if per_layer is None else per_layer[index] for index in range(config.num_hidden_layers)]
 
@@ -29,9 +27,8 @@ def head_dims(config: PretrainedConfig) -> list[int]:
 
 
 def attention_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return, for each decoder block, the size of its sliding attention window, that is, the number of last tokens to
-    which each token attends, itself included. None stands for a block without a window, 0 for one with a recurrent
-    state."""
+    """Return the sliding window of each decoder block: the number of last tokens to which a token attends, itself
+    included; None for a block without a window, 0 for one with a recurrent state."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -48,8 +48,7 @@ class Quantization:
 
 
 def method_of(method: Method | None, calibration: str | None) -> Method:
-    """Return the given rounding method or, if it is None, the default: gptq with calibration data, rtn (rounding to
-    nearest) without."""
+    """Return the given rounding method or, for None, gptq with calibration data and rtn without."""
     return method or ("rtn" if calibration is None else "gptq")
 
 
@@ -65,8 +64,7 @@ def check_calibrated(calibration: str | None, samples: int, length: int, *, sect
 
 
 Quantize = FormatName | Quantization
-"""Type of ``model.quantize`` in YAML: either just a format such as ``nvfp4``, or a mapping with the fields of
-``Quantization``."""
+"""Type of ``model.quantize`` in YAML: a format, or a mapping with the fields of ``Quantization``."""
 
 
 def quantization_of(value: Quantize | Mapping[str, Any] | None) -> Quantization | None:

@@ -1,5 +1,4 @@
-"""Stop strings, such as ``</answer>``: end a completion at the token that completes one, as if this token were an end
-token."""
+"""Stop strings, such as ``</answer>``: end a completion at the token that completes one, like an end token."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -15,8 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteri
 @cache
 # returns Any, because vLLM's type for tokenizers has more attributes than transformers'
 def tokenizer_of(base: str) -> Any:
-    """Load the tokenizer of a checkpoint folder; the result is cached, because loading a large one takes half a
-    second."""
+    """Load a checkpoint folder's tokenizer, cached, as loading a large one takes half a second."""
     return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
@@ -41,14 +39,8 @@ def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 class StopStrings(StoppingCriteria):
-    """Stopping criterion for transformers' ``generate`` that ends a row when the text of its completion, special tokens
-    included, has a stop string.
-
-    Args:
-        stop: the strings.
-        tokenizer: the model's tokenizer.
-        prompts: token ids of each row's prompt, without padding.
-    """
+    """Stopping criterion for transformers' ``generate`` that ends a row when its completion, special tokens included,
+    has a string of ``stop``. ``prompts`` are the token ids of each row's prompt, without padding."""
 
     def __init__(
         self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
@@ -61,8 +53,7 @@ class StopStrings(StoppingCriteria):
         self._kept = max(map(len, stop)) - 1
         self._num_tokens = 0
         self.lengths: list[int | None] = [None] * len(prompts)
-        """Number of tokens of each row's completion up to the end of its first stop string; None if it has none so
-        far."""
+        """Tokens of each row's completion up to the end of its first stop string; None: it has none so far."""
 
     def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:
         """Return for each of B rows whether its completion so far contains a stop string, [B] bool. transformers calls

@@ -30,13 +30,10 @@ PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder with the given config.json. Raises ValueError if files are missing
-    (transformers would silently build another tokenizer), or if the tokenizer encodes ordinary text to tokens for which
-    the model has no embedding.
-
-    Tokens that were added to a tokenizer may lack an embedding, such as Gemma 3 1B's token for images: the model cannot
-    sample these tokens, and prompts that contain them are refused.
-    """
+    """Load the tokenizer of a checkpoint folder with the given config.json. ValueError: files are missing (transformers
+    would silently build another tokenizer), or the tokenizer encodes ordinary text to tokens for which the model has no
+    embedding. Tokens that were added to a tokenizer may lack an embedding, such as Gemma 3 1B's token for images: the
+    model cannot sample them, and prompts that contain them are refused."""
     folder = Path(path)
     if not any(all((folder / name).is_file() for name in names) for names in FILES):
         raise ValueError(
@@ -68,8 +65,8 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by its name on the hub. If its files have no chat template, the tokenizer gets
-    that in the files of a vision-language model's processor (``OF_PROCESSOR``) or, if there is none either, all those
-    in the subfolder ``chat_templates`` of the tokenizer's folder, by name."""
+    that of a vision-language model's processor (``OF_PROCESSOR``) or, if there is none either, all those in the
+    subfolder ``TEMPLATES`` of its folder, by name."""
     # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon, because its client would
     # otherwise retry for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
@@ -83,8 +80,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _template_in(path: str | Path, name: str, local: bool) -> Any:
-    """Return the chat template in a processor's file, or a mapping of templates by name if it has several; None if
-    there is none."""
+    """Return the chat template in a processor's file, or several by name; None if there is none."""
     file = cached_file(path, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
     if file is None:
         return None
@@ -125,8 +121,7 @@ def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def tokens_without_embedding(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> dict[int, str]:
-    """Return those added tokens of a tokenizer, text by id, for which the model in the folder ``path`` has no
-    embedding, according to config.json."""
+    """Return the added tokens, text by id, for which the model in the folder ``path`` has no embedding."""
     file = Path(path, "config.json")
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
@@ -219,8 +214,8 @@ def render(
 
 
 def _reads_system(tokenizer: PreTrainedTokenizerBase, date: str | None, arguments: Mapping[str, Any]) -> bool:
-    """Test whether the chat template writes a system prompt into the text, by one without commands like ``/no_think``,
-    which some templates (SmolLM3's) remove."""
+    """Test whether the chat template writes a system prompt into the text. The prompt of the test has no commands like
+    ``/no_think``, which some templates (SmolLM3's) remove."""
     text = "Use few words."
     messages = [{"role": "system", "content": text}, {"role": "user", "content": PROBE}]
     return text in render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)

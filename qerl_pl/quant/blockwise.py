@@ -23,13 +23,10 @@ linear layer) counts when it is mixed into that of one expert, which few calibra
 
 
 class BlockStream:
-    """Hidden states of calibration sequences at the input of the next decoder block of a model, kept in host memory
-    while the blocks are run one after another.
-
-    ``tokens`` are the sequences, [S, L] int64. ``skeleton`` is the whole model on the meta device, without weights, and
-    is modified: to run one block on ``device``, the block's weights are filled in and all other blocks are replaced by
-    the identity. So transformers' own code computes masks, rotary embeddings and attention.
-    """
+    """Hidden states of the calibration sequences ``tokens`` [S, L] int64 at the input of a model's next decoder block,
+    in host memory. ``skeleton``, the whole model on the meta device, is modified: to run one block on ``device``, its
+    weights are filled in and all other blocks are replaced by the identity. So transformers' own code computes masks,
+    rotary embeddings and attention."""
 
     def __init__(
         self, skeleton: PreTrainedModel, checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str
@@ -51,11 +48,10 @@ class BlockStream:
     def second_moments(
         self, name: str, tensors: Mapping[str, Tensor], linears: Sequence[str], *, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """Run the decoder block named ``name`` and return, for each of the linear layers ``linears``, the mean of x x^T
-        over all tokens that enter it, where x [K] is the layer's input for one token. Each mean is [K, K] on the
-        device, in ``dtype`` (fp32 or fp64). ``tensors`` are the block's weights by full name. For an expert of a
-        mixture-of-experts layer, which few tokens may reach, this mean is mixed with the mean over all experts, as if
-        ``PRIOR_ROWS`` further tokens had that mean."""
+        """Run the decoder block ``name`` with the weights ``tensors`` (by full name). Returns, for each of the linear
+        layers ``linears``, the mean [K, K] of x x^T over all tokens that enter it, where x [K] is the layer's input, on
+        the device in ``dtype`` (fp32 or fp64). For an expert, which few tokens may reach, this mean is mixed with the
+        mean over all experts, as if ``PRIOR_ROWS`` further tokens had that mean."""
         block = self._place(name, tensors)
         sums: dict[str, Tensor] = {}
         counts: Counter[str] = Counter()
@@ -78,9 +74,8 @@ class BlockStream:
         return {linear: sums[linear].div_(counts[linear]) for linear in linears}
 
     def advance(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Run the decoder block named ``name`` with the weights ``tensors`` (by full name) on the hidden states of the
-        calibration sequences (``hidden``), and replace them by the block's outputs, which are the inputs of the next
-        block."""
+        """Run the block ``name`` with the weights ``tensors`` (by full name), so that ``hidden`` are the inputs of the
+        next block."""
         self.hidden = self._run(self._place(name, tensors))
         self._remove(name)
 
@@ -102,10 +97,8 @@ class BlockStream:
 
     @torch.no_grad()
     def _run(self, block: nn.Module | None = None) -> Tensor:
-        """Run the decoder on the hidden states of the S calibration sequences (``hidden``), and return the decoder's
-        outputs, [S, L, H] in host memory. Of its blocks only ``block``, which ``_place`` has inserted, computes (None:
-        none does); in place of the others there are modules that return their inputs.
-        """
+        """Run the decoder on the hidden states of the S calibration sequences (``hidden``); returns its outputs, [S, L,
+        H] in host memory. Of its blocks only ``block`` computes (None: none); the others return their inputs."""
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):
@@ -119,8 +112,8 @@ class BlockStream:
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
     """Mix, in place, the second moment of each expert's inputs with the mean over the experts of its layer, as if the
-    expert had ``PRIOR_ROWS`` further inputs with this mean as second moment. ``sums`` has, for each linear layer, the
-    sum of x x^T over its inputs x, and ``counts`` the number of these inputs."""
+    expert had ``PRIOR_ROWS`` further inputs with this mean. ``sums`` has, for each linear layer, the sum of x x^T over
+    its inputs x, and ``counts`` the number of these inputs."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

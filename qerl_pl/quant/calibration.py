@@ -1,5 +1,4 @@
-"""Read calibration data for the quantiser: sequences of tokens, preferably of text that resembles the prompts and
-completions of later training."""
+"""Read calibration data for the quantiser, preferably text that resembles prompts and completions of later training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +21,10 @@ class Calibration(NamedTuple):
 
 
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
-    """Tokenise a data source and return its first ``samples`` sequences of ``length`` tokens each. The tokenizer is
-    that of the folder ``model``; the texts of all rows are concatenated, with an end-of-text token after each.
-    ``source`` is a .txt file (one text), a .jsonl file, or the name of a data set on the Hugging Face hub, whose split
-    "train" is read; the function ``row_text`` takes a row's text from its columns. Raises ValueError if the source
-    cannot be read or has too few tokens."""
+    """Tokenise a data source by the tokenizer of the folder ``model`` and return its first ``samples`` sequences of
+    ``length`` tokens. ``source`` is a .txt file (one text), a .jsonl file or a data set of the Hugging Face hub (split
+    "train"), whose rows' texts (``row_text``) are joined, with an end-of-text token after each. ValueError: it cannot
+    be read or has too few tokens."""
     if samples < 1 or length < 1:
         raise ValueError(f"samples is {samples} and length is {length}; expected at least 1 for each")
     if not (model / "tokenizer_config.json").is_file():  # transformers would make up an empty tokenizer
@@ -46,8 +44,7 @@ def read_calibration(source: str, model: Path, *, samples: int = 256, length: in
 
 
 def row_text(row: object) -> str:
-    """Return the text of a row of a data set: its column "text" or, if it has none, all strings in the row, nested ones
-    included, one per line."""
+    """Return the column "text" of a row or, without it, all strings in the row, nested ones included, one per line."""
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return row["text"]
     return "\n".join(_strings(row))

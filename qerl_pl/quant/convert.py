@@ -1,9 +1,5 @@
-"""Convert a published NVFP4 checkpoint to W4A16, that is, 4-bit weights and 16-bit activations, which the trainer and
-rollout engines can load.
-
-The copy has the layout that ``quantize_checkpoint`` writes. Of a vision-language checkpoint only the language model is
-copied; this is also done for unquantised 16-bit checkpoints, whose weights are not changed.
-"""
+"""Convert a published NVFP4 checkpoint to 4-bit weights with 16-bit activations (W4A16), which trainer and engines
+load. Of a vision-language checkpoint, also an unquantised one, only the language model is copied."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,15 +27,14 @@ ROUNDING = 2.0**-23
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
-    """Write a copy of a published NVFP4 checkpoint with 4-bit weights and 16-bit activations (W4A16), or a copy of a
-    16-bit checkpoint without its vision model, to the folder ``output``. Returns sentences that say why the conversion
-    was needed.
+    """Write a copy of a published NVFP4 checkpoint with 4-bit weights and 16-bit activations (W4A16), or of a 16-bit
+    checkpoint without its vision model, to ``output``; returns sentences that say why the conversion was needed.
 
-    Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original. For
-    checkpoints by ModelOpt, both that library and this function replace tensor scales by their fp32 reciprocals, so
-    weights differ from ModelOpt's own by a relative error of at most 2^-23 before rounding. Raises ValueError if the
-    checkpoint is damaged, or if tensor scales of linear layers that inference engines fuse into one matrix cannot be
-    made equal without changing weights.
+    Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original. Like
+    that library, this function replaces tensor scales of ModelOpt by their fp32 reciprocals, so weights differ from
+    ModelOpt's own by a relative error of at most 2^-23 before rounding. ValueError: the checkpoint is damaged, or
+    tensor scales of linear layers that inference engines fuse into one matrix cannot be made equal without changing
+    weights.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
@@ -75,8 +70,7 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
 def _dense(
     tensors: Mapping[str, Tensor], stored: Stored, modules: Iterable[str], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the dequantised weights, by tensor name, of those linear layers among ``modules`` that the checkpoint
-    stores in NVFP4 or FP8; other modules have no entry."""
+    """Return the dequantised weights, by tensor name, of those ``modules`` that are stored in NVFP4 or FP8."""
     written = {}
     for name in modules:
         if name in stored.packed:
@@ -88,8 +82,8 @@ def _dense(
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of the converted checkpoint, by name, for NVFP4 linear layers that inference engines fuse into
-    one matrix (such as q, k and v) and that therefore need one tensor scale. Raises ValueError if no tensor scale
-    leaves all dequantised weights unchanged."""
+    one matrix (such as q, k and v) and that therefore need one tensor scale. ValueError: no tensor scale leaves all
+    dequantised weights unchanged."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())
@@ -120,8 +114,8 @@ def _weight(tensors: Mapping[str, Tensor], stored: Stored, name: str) -> PackedW
 def share_scale(weights: Sequence[PackedWeight]) -> list[PackedWeight] | None:
     """Give NVFP4 weights one common tensor scale, one of those that they have, without changing dequantised weights:
     each block scale is multiplied by the ratio of the weight's old tensor scale to the new one. Returns the new
-    weights, in the order of ``weights``; None if with every choice E4M3 cannot represent one of these products exactly,
-    which is rare if the ratios are powers of two."""
+    weights, in order; None if, with every choice, E4M3 cannot represent one of these products exactly, which is rare if
+    the ratios are powers of two."""
     scales = sorted({weight.global_scale.item() for weight in weights}, reverse=True)
     if len(scales) == 1:
         return list(weights)
@@ -147,8 +141,7 @@ def _absorbed(weight: PackedWeight, scale: Tensor) -> Tensor | None:
 
 
 def dense_of_fp8(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Dequantise an FP8 weight with scales per tensor, row or block; returns [N, K] (outputs, inputs) in the dtype of
-    the scales."""
+    """Dequantise an FP8 weight with scales per tensor, row or block; returns [N, K] in the dtype of the scales."""
     weight, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
     rows, columns = weight.shape
     if scale.numel() == 1:

@@ -29,8 +29,7 @@ _KNOWN = (
 
 
 def quantization_config(path: Path) -> Mapping | None:
-    """Return the quantisation config of a checkpoint folder, from config.json or ModelOpt's hf_quant_config.json; None
-    if neither file has one."""
+    """Return a folder's quantisation config, of config.json or ModelOpt's hf_quant_config.json, or None."""
     config = read_json(path / CONFIG).get("quantization_config")
     if config is None and (path / MODELOPT_CONFIG).is_file():
         inner = read_json(path / MODELOPT_CONFIG).get("quantization", {})
@@ -53,8 +52,7 @@ def _require_mapping(file: Path, name: str, value: object) -> None:
 
 
 def is_weight_only(config: Mapping) -> bool:
-    """Return whether a quantisation config leaves activations in 16 bits: no entry of config_groups has
-    input_activations or, without config_groups, ModelOpt's quant_algo is W4A16_NVFP4."""
+    """Return whether a quantisation config leaves activations in 16 bits."""
     if groups := (config.get("config_groups") or {}).values():
         return not any(group.get("input_activations") for group in groups)
     return config.get("quant_algo") == "W4A16_NVFP4"
@@ -96,9 +94,9 @@ def read_layout(path: Path) -> Layout | None:
 
 
 def declared_layout(path: Path) -> Layout | None:
-    """Return the layout (4-bit format and names of tensors) in which a checkpoint stores its 4-bit linear layers; None
-    if no layer is quantised. Unlike ``read_layout``, this raises no error for NVFP4 checkpoints that training can use
-    after a conversion by ``quant/convert.py``."""
+    """Return the layout (4-bit format and names of tensors) of a checkpoint's 4-bit linear layers; None if no layer is
+    quantised. Unlike ``read_layout``, this raises no error for NVFP4 checkpoints that training can use after a
+    conversion by ``quant/convert.py``."""
     config = quantization_config(path)
     if config is None or "NVFP4" not in declared_formats(path, config):
         return read_layout(path)
@@ -106,8 +104,8 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Return which of the formats "NVFP4" and "FP8" a quantisation config names. Raises ValueError if it combines NVFP4
-    with a format other than FP8."""
+    """Return which of the formats "NVFP4" and "FP8" a quantisation config names. ValueError: it combines NVFP4 with a
+    format other than FP8."""
     method = str(config.get("quant_method"))
     if method.startswith("modelopt"):
         algorithm = str(config.get("quant_algo"))

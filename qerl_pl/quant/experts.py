@@ -1,10 +1,9 @@
 """Mixture of experts: a router that chooses k of E small MLPs (experts) for each token, with frozen weights.
 
-A checkpoint stores each expert's linear layers separately. While its weights are read, the model has
-``SeparateExperts``, whose layers the quantiser and the loader treat like all other linear layers. The loader then
-replaces them by ``FrozenExperts``, which multiplies by all experts' weights in one grouped matrix product. Letters: T
-tokens, S = k T rows (one per token and chosen expert), H hidden size, I inner size of an expert, N outputs and K inputs
-of a linear layer, L blocks that have experts.
+While a checkpoint's weights are read, the model has ``SeparateExperts``, whose linear layers the quantiser and the
+loader treat like all others. The loader then replaces them by ``FrozenExperts``, with grouped matrix products. Letters:
+T tokens, S = k T rows (one per token and chosen expert), H hidden size, I inner size of an expert, N outputs and K
+inputs of a linear layer, L blocks that have experts.
 """
 
 import re
@@ -24,17 +23,15 @@ from qerl_pl.quant.linear import FrozenLinear
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Names of the linear layers of an expert, which computes y = down(silu(gate(x)) * up(x))."""
 UNSEEN = 255
-"""Entry for tokens that no forward pass has computed yet, in uint8 tensors that count, for each token, the experts
-given by the rollout engine that the trainer's router would not have chosen."""
+"""Entry of ``Replay.others`` (uint8) for tokens that no forward pass has computed yet."""
 OF_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 """Pattern of the full name of an expert's linear layer, such as ``model.layers.0.mlp.experts.3.up_proj``. Its two
 groups are the name up to ``experts``, and the layer's own name, here ``up_proj``."""
 
 
 class Routing(NamedTuple):
-    """Sizes of the tensor of routes that a rollout engine returns for a mixture-of-experts model. The routes, [tokens,
-    L, k], are the indices of the k experts that computed each token in each of the model's L mixture-of-experts
-    layers."""
+    """Sizes of the tensor of routes that a rollout engine returns for a mixture-of-experts model: [tokens, L, k], the
+    indices of the k experts that computed each token in each of the model's L mixture-of-experts layers."""
 
     num_layers: int
     """Number of blocks with a mixture, L."""
@@ -66,10 +63,9 @@ def choose(scores: Tensor, chosen: int) -> Tensor:
 
 
 def weigh(scores: Tensor, ids: Tensor, *, normalised: bool, scale: float = 1.0) -> Tensor:
-    """Compute the weights, [T, k], by which the outputs of each token's k experts are multiplied before they are added.
-    They are the router's scores of these experts, divided by their sum per token if ``normalised``, times the constant
-    ``scale``. ``scores`` [T, E] are the scores of all experts, and ``ids`` [T, k] int64 the indices of the experts
-    chosen for each token."""
+    """Compute the weights, [T, k], by which the outputs of each token's k experts are multiplied before they are added:
+    the router's scores of these experts, divided by their sum per token if ``normalised``, times ``scale``. ``scores``
+    [T, E] are the scores of all experts, and ``ids`` [T, k] int64 the indices of the chosen ones."""
     weights = scores.gather(1, ids)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -99,8 +95,7 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Experts of one block as separate modules, with linear layers named like ``experts.3.up_proj``; forward computes
-    one expert after another."""
+    """Experts of one block as separate modules, with linear layers named like ``experts.3.up_proj``."""
 
     def forward(self, x: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         """Compute, for each token of x [T, H], the sum of its k experts' outputs, each times the router's weight in
@@ -199,8 +194,7 @@ class Mixture(nn.Module):
         self.shared_expert: Any = None
         """MLP that computes every token, in addition to the chosen experts; None: there is none."""
         self.shared_expert_gate: Any = None
-        """Linear layer with the weight [1, H]; the sigmoid of its output is the weight of the shared expert's
-        output."""
+        """Linear layer [1, H]; the sigmoid of its output is the weight of the shared expert's output."""
         self.shared_experts: Any = None
         """MLP that computes every token, and whose output is added with weight 1; None: there is none."""
 
@@ -228,8 +222,7 @@ class Mixture(nn.Module):
     def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the router's score of every expert for each token of ``tokens`` [T, H]. Returns two tensors [T, E]
         fp32: the scores from which the weights of the experts' outputs are computed, and those by which experts are
-        chosen, to which a learned bias per expert is added. In model families without this bias, both are one
-        tensor."""
+        chosen, to which some model families add a learned bias per expert; in the others, both are one tensor."""
         logits = F.linear(tokens.float(), self.gate.weight.float())
         if self.correction is None:
             scores = logits.softmax(-1)
@@ -284,8 +277,7 @@ def check_alike(packed: Collection[str], model: nn.Module) -> None:
 
 
 def stack_experts(block: nn.Module) -> None:
-    """Replace each ``SeparateExperts`` in a block or model by ``FrozenExperts``; the weights must have been read
-    before."""
+    """Replace each ``SeparateExperts`` in a block or model, whose weights have been read, by ``FrozenExperts``."""
     for mixture in mixtures(block):
         if isinstance(mixture.experts, SeparateExperts):
             mixture.experts = FrozenExperts(mixture.experts)

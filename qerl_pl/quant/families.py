@@ -25,8 +25,7 @@ for minutes before its weights are found to be missing."""
 WORDS = (
     "tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm",
 )  # fmt: skip
-"""Keys of config.json whose value must be true or false; any other value, such as the text "false", would count as
-true."""
+"""Keys whose value must be true or false; any other value, such as the text "false", would count as true."""
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "logits_scaling", "attention_multiplier", "residual_multiplier",
     "embedding_multiplier", "query_pre_attn_scalar", "final_logit_softcapping", "routed_scaling_factor",
@@ -97,8 +96,7 @@ def check_family(path: str | Path) -> Mapping:
 
 
 def has_experts(config: Mapping) -> bool:
-    """Return whether a config.json describes a mixture of experts, at its top level or in a nested config, such as that
-    of the language model of a vision-language model."""
+    """Return whether a config.json, or a nested config such as ``text_config``, describes a mixture of experts."""
     nested = (value for value in config.values() if isinstance(value, Mapping))
     named = "moe" in str(config.get("model_type")) or any(config.get(name) for name in EXPERTS)
     return named or any(map(has_experts, nested))
@@ -129,8 +127,7 @@ def check_positions(positions: int | None, short: int | None, *, longest: int) -
 
 
 def check_length(config: Mapping, *, longest: int) -> None:
-    """Check the length of the longest prompt and completion together, as ``check_positions`` does, for a model that is
-    given by its config.json."""
+    """Check the longest prompt and completion as ``check_positions`` does, for the model of a config.json."""
     check_positions(config.get("max_position_embeddings"), longest_with_short_factors(config), longest=longest)
 
 
@@ -146,8 +143,7 @@ def longest_with_short_factors(config: Mapping) -> int | None:
 
 
 def _known(config: Mapping) -> Mapping[str, object]:
-    """Return the constructor parameters, by name, of the configuration class that transformers has for a model's
-    family."""
+    """Return the parameters, by name, of transformers' configuration class for a model's family."""
     return inspect.signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
 
 
@@ -288,8 +284,8 @@ def _check_windows(file: Path, config: Mapping) -> None:
 
 
 def _ropes(file: Path, config: Mapping) -> Iterator[tuple[str, Mapping]]:
-    """Yield the settings of a model's rotary embeddings, each with the key of config.json under which they are. There
-    is one pair, or one per kind of layer if kinds of layers (such as sliding_attention) have different settings."""
+    """Yield the settings of a model's rotary embeddings, each with the key of config.json under which they are: one
+    pair, or one per kind of layer if kinds of layers have different settings."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, Mapping | None):

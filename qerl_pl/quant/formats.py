@@ -22,9 +22,8 @@ class PackedWeight:
     ``module.to(dtype)`` does not convert."""
 
     codes: Tensor
-    """[N, K/2] uint8, two 4-bit codes per byte, that of the even column in the low nibble. Codes of NVFP4 weights may
-    also be int32 words in the order in which this project's kernels read them (``hopper/tile_order.py``); the block
-    scales are then transposed."""
+    """[N, K/2] uint8, two 4-bit codes per byte, that of the even column in the low nibble. Codes of NVFP4 may also be
+    int32 words in tile order (``hopper/tile_order.py``); the block scales are then transposed."""
     block_scale: Tensor
     """[N, K/block], bits of the block scales in the format's ``scale_dtype``."""
     global_scale: Tensor
@@ -36,8 +35,8 @@ class PackedWeight:
 class Format:
     """Description of a 4-bit weight format: the values of the 16 codes, the number of weights that share a block scale,
     and the functions that round weights to it. These functions take and return block scales as bits, in integers of
-    ``scale_dtype``. Weights are fp32, and so is a block's effective scale, which follows from block scale and tensor
-    scale and multiplies the values of the block's codes."""
+    ``scale_dtype``. Weights are fp32, and so are effective scales, by which the values of a block's codes are
+    multiplied."""
 
     name: str
     block: int
@@ -47,18 +46,18 @@ class Format:
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps fp32 weights and the effective scales of their blocks, broadcast to one shape, to the uint8 codes of the
-    nearest values."""
+    """Maps weights and the effective scales of their blocks, in one shape, to the uint8 codes of the nearest values."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the largest magnitude of each block, and the tensor scale, to the bits of the block scale that makes this
     magnitude representable (min-max)."""
     effective_scale: Callable[[Tensor, Tensor], Tensor]
-    """Maps the bits of block scales, and the tensor scale, to the fp32 factor by which each block's values are
-    multiplied."""
+    """Maps block scales and the tensor scale to the fp32 factor by which each block's values are multiplied."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
-    """Yields block scales, in one shape, that the quantiser tries for smaller rounding errors: first the given ones."""
+    """Yields block scales to try in place of the given ones when the quantiser searches for smaller rounding errors:
+    first the given block scales, then others. Argument and results have one shape."""
     tensor_scale: Callable[[Tensor], Tensor] = lambda amax: torch.ones((), dtype=torch.float64, device=amax.device)
-    """Maps the largest magnitude, [], of all weights that share one tensor scale to it, [] fp64; 1: there is none."""
+    """Maps the largest magnitude, [], of all weights that share one tensor scale to that tensor scale, [] fp64. The
+    default is for formats without tensor scales, and returns 1."""
     fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None
     """Faster implementation of ``dequantize`` for this format; None: ``decode`` is used."""
 
@@ -71,9 +70,9 @@ class Format:
 
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
     """Round a matrix [N, K] to the nearest values of a 4-bit format, with block scales that make each block's largest
-    magnitude representable (min-max); returns codes and scales. ``global_scale`` is the tensor scale, [], or [N] with
-    one per row; None: it is computed from this matrix. Raises ValueError, which names the tensor ``name``, if the
-    matrix is not finite or K is no multiple of the block size."""
+    magnitude representable (min-max). ``global_scale`` is the tensor scale, [], or [N] with one per row; None: it is
+    computed from this matrix. ValueError, which names the tensor ``name``: the matrix is not finite, or K is no
+    multiple of the block size."""
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
         raise ValueError(f"{name} has shape {list(weight.shape)}; expected [N, K] with K a multiple of {fmt.block}")
     block_amax = weight.unflatten(1, (-1, fmt.block)).abs().amax(-1).float()
@@ -103,9 +102,8 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """Dequantise a 4-bit weight: ``values[code] * scale`` in fp32, rounded to [N, K] of ``dtype``. ``codes`` [N, K/2]
-    uint8 has two 4-bit codes per byte, ``values`` the value of each of the 16 codes, and ``scale`` [N, K/block] fp32
-    the factor of each block of columns."""
+    """Dequantise codes [N, K/2] uint8 of a format's 16 ``values`` to [N, K]: ``values[code] * scale`` in fp32, rounded
+    once to ``dtype``; ``scale`` [N, K/block] fp32 is the factor of each block."""
     if codes.is_cuda:
         from qerl_pl.kernels.dequantize import dequantize_table  # needs Triton
 
@@ -120,14 +118,13 @@ def decode(codes: Tensor, scale: Tensor, values: tuple[float, ...], dtype: torch
 
 
 def of_rows(global_scale: Tensor, rows: slice) -> Tensor:
-    """Return the tensor scales of some rows of a matrix. ``global_scale`` is [N], one tensor scale per row, from which
-    those of ``rows`` are taken; or [], one for all rows, which is returned unchanged."""
+    """Return the tensor scales of some rows of a matrix: those of ``rows`` if ``global_scale`` is [N], one per row; if
+    it is [], one for all rows, it is returned unchanged."""
     return global_scale[rows] if global_scale.ndim else global_scale
 
 
 def row_chunks(matrix: Tensor) -> Iterator[slice]:
-    """Divide the rows of a matrix into consecutive slices, so that a conversion of one slice at a time needs little
-    temporary memory. A slice has at most ``_CHUNK`` elements or, if a row is longer, one row."""
+    """Divide a matrix's rows into slices of at most ``_CHUNK`` elements (or one row), to bound temporary memory."""
     step = max(1, _CHUNK // max(1, matrix.shape[1]))
     return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
 

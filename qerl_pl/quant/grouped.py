@@ -3,9 +3,9 @@ rows of each expert are multiplied by that expert's matrices.
 
     y_t = sum_k w_tk z_tk,   z = h W2^T + (h A2^T) (s B2)^T,   h = silu(g) u,   (g, u) = x W13^T + (x A13^T) (s B13)^T
 
-The terms with A and B are those of LoRA adapters and are optional; gate (g) and up (u) share A13. Letters: T tokens, E
-experts, k experts per token, S = k T rows (one per token and chosen expert), H hidden size, I inner size, N outputs and
-K inputs of a matrix, R rank, s LoRA's scaling.
+The terms with A and B are those of optional LoRA adapters; gate (g) and up (u) share A13. Letters: T tokens, E experts,
+k experts per token, S = k T rows (one per token and chosen expert), H hidden size, I inner size, N outputs and K inputs
+of a matrix, R rank, s LoRA's scaling. ``ends`` [E] has, for each expert, the index after its last row.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,14 @@ Dense = Callable[[torch.dtype], Tensor]
 dtype. It is called again for each matrix product, so dequantised weights are freed after each."""
 
 KERNEL_RANK = 64
-"""Highest LoRA rank for which a Triton kernel adds the adapter's product to the output of an expert's linear layer,
-because a program of this kernel holds all R columns of an expert's matrix B at once."""
+"""Highest rank of adapters for the Triton kernel ``add_grouped``, of which a program holds all R columns of B."""
 
 
 class Routes(NamedTuple):
-    """Assignment of tokens to experts for grouped matrix products: an order of S rows, one for each token and each of
-    its experts, in which the rows of one expert are consecutive."""
+    """Order of S rows, one for each token and each of its experts, in which the rows of one expert are consecutive."""
 
     order: Tensor
-    """[S] int64, for each sorted row its index in the flattened expert indices [T, k]; the row's token is order //
-    k."""
+    """[S] int64, each sorted row's index in the flattened expert indices [T, k]; its token is order // k."""
     inverse: Tensor
     """[T, k] int64, for each token and chosen expert the index of its sorted row."""
     ends: Tensor
@@ -133,8 +130,8 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply ``rows`` [S, K], which are sorted by expert, each by its expert's matrix in ``matrices`` [E, K, N];
-    returns [S, N] in the rows' dtype. ``ends`` [E] has, for each expert, the index after its last row."""
+    """Multiply each of ``rows`` [S, K], which are sorted by expert, by its expert's matrix in ``matrices`` [E, K, N];
+    returns [S, N] in the rows' dtype."""
     if not rows.is_cuda or rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
     parts = zip(rows.tensor_split(ends[:-1].tolist()), matrices, strict=True)  # waits for the GPU
@@ -143,9 +140,8 @@ def grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     """Multiply ``rows`` [S, R], which are sorted by expert, each by its expert's matrix in ``matrices`` [E, R, N], and
-    add the products to ``out`` [S, N] in place. ``ends`` [E] has, for each expert, the index after its last row. On a
-    GPU, up to R = ``KERNEL_RANK``, a Triton kernel adds each product in fp32 before it rounds the sum; otherwise each
-    product is rounded first, and the sum again."""
+    add the products to ``out`` [S, N] in place. On a GPU, up to R = ``KERNEL_RANK``, a Triton kernel adds each product
+    in fp32 before it rounds the sum; otherwise each product is rounded first, and the sum again."""
     if rows.shape[1] <= KERNEL_RANK and (kernels := _kernels(out)):
         kernels.add_grouped(out, rows, matrices, ends)
     else:
@@ -154,8 +150,7 @@ def add_grouped(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> No
 
 def outer(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute left^T right for the rows of each expert, as for the gradient of its weight. The rows of ``left`` [S, N]
-    and ``right`` [S, K] are sorted by expert; ``ends`` [E] has, for each expert, the index after its last row. Returns
-    [E, N, K] of ``dtype``, 0 for an expert without rows."""
+    and ``right`` [S, K] are sorted by expert. Returns [E, N, K] of ``dtype``, 0 for an expert without rows."""
     if not left.is_cuda or left.dtype == torch.bfloat16:
         return F.grouped_mm(left.mT, right, offs=ends).to(dtype)
     places = ends[:-1].tolist()  # waits for the GPU
@@ -171,10 +166,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
-    """Compute the backward pass of y = share * silu(gate) * up. ``gate`` and ``up`` [S, I] are outputs of the experts'
-    linear layers, ``share`` [S, 1] fp32 is the router's weight, and ``d_product`` [S, I] the gradient of the loss with
-    respect to y. Returns the gradients of gate and up, [S, I], and of share, [S] fp32, and the product silu(gate) * up.
-    On a GPU, a kernel rounds each gradient once; torch's operations also round intermediate results."""
+    """Compute the backward pass of y = share * silu(gate) * up. ``gate`` and ``up`` are [S, I], ``share`` [S, 1] fp32
+    is the router's weight, and ``d_product`` [S, I] the gradient of the loss with respect to y. Returns the gradients
+    of gate and up, [S, I], and of share, [S] fp32, and the product silu(gate) * up. On a GPU, a kernel rounds each
+    gradient once; torch's operations also round intermediate results."""
     if kernels := _kernels(gate):
         return kernels.swiglu_gradients(gate, up, d_product, share)
     activation = F.silu(gate)
@@ -198,8 +193,7 @@ def summed(rows: Tensor, routes: Routes, weights: Tensor | None) -> Tensor:
 
 
 def _kernels(rows: Tensor) -> ModuleType | None:
-    """Return the module of the Triton kernels for experts, or None if torch's operations have to be used: on a CPU, and
-    for float64."""
+    """Return the Triton kernels for experts, or None where torch's operations are used: on a CPU, and for float64."""
     if not rows.is_cuda or rows.dtype == torch.float64:
         return None
     from qerl_pl.kernels import experts  # needs Triton

@@ -1,9 +1,6 @@
-"""Layouts of 4-bit weights in checkpoints: which tensors a checkpoint stores for a quantised linear layer, how they are
-read into the buffers of ``FrozenLinear``, and how they are written.
-
-NVFP4 and MXFP4 are written in the layout of compressed-tensors, which unmodified vLLM and transformers can load, and
-NF4 in the layout of bitsandbytes, which unmodified transformers can load.
-"""
+"""Layouts of 4-bit weights in checkpoints: which tensors are stored for a linear layer, how they are read into the
+buffers of ``FrozenLinear``, and how they are written: NVFP4 and MXFP4 as compressed-tensors does, for unmodified vLLM
+and transformers, and NF4 as bitsandbytes does, for unmodified transformers."""
 
 import json
 import math
@@ -44,8 +41,7 @@ class Layout:
     redundant: tuple[str, ...] = ()
     """Suffixes of tensors of a 4-bit linear layer that are not needed for reading it."""
     table: str | None = None
-    """Suffix of a tensor with the values of the 16 codes, which must be those of the format; None: there is no such
-    tensor."""
+    """Suffix of a tensor with the values of the 16 codes, which must be those of the format, or None."""
 
 
 def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:
@@ -98,8 +94,7 @@ BITSANDBYTES_NF4 = Layout(
 
 
 def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shape: tuple[int, int]) -> PackedWeight:
-    """Build the 4-bit weight [N, K] of the linear layer ``name`` from the tensors of a checkpoint; ``shape`` is (N,
-    K)."""
+    """Build the 4-bit weight of the linear ``name`` from a checkpoint's tensors; ``shape`` is (N, K)."""
     num_rows, num_columns = shape
     layer = FrozenLinear(num_columns, num_rows, layout.fmt, device="meta")
     layer.global_scale_bits = torch.ones((), dtype=torch.float64).view(torch.int64)
@@ -110,8 +105,8 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
     """Check a tensor by which a checkpoint says which numbers its 4-bit codes stand for, as checkpoints by bitsandbytes
-    do. Raise ValueError if these 16 numbers are not those of the 4-bit format ``layout.fmt``, by which weights would be
-    dequantised wrongly. If the tensor ``name`` is no such tensor, nothing is done."""
+    do: ValueError if these are not the numbers of the format ``layout.fmt``, because weights would be dequantised
+    wrongly. If the tensor ``name`` is no such tensor, nothing is done."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()

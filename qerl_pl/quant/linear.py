@@ -15,11 +15,10 @@ from qerl_pl.quant.nvfp4 import NVFP4
 class FrozenLinear(nn.Module):
     """Linear layer y = x W^T + b with a frozen 4-bit weight W [N, K] and a frozen bias b [N].
 
-    The layer has no parameters, only buffers. Codes and scales are stored as integers, which ``module.to(dtype)`` does
-    not convert; the bias has the dtype ``dtype`` and is converted. The matrix product is computed in the dtype of x.
-    For backward, autograd keeps only the 4-bit weight. The buffers of a new layer are zero; assign ``packed`` and
-    ``bias`` to fill them. An NVFP4 weight may also be in tile order (``hopper/tile_order.py``), the order in which this
-    project's kernels for vLLM read it, so that trainer and engine can share one copy.
+    It has no parameters, only buffers: codes and scales as integers, which ``module.to(dtype)`` does not convert, and
+    the bias. The product is computed in the dtype of x. For backward, autograd keeps only the 4-bit weight. The buffers
+    of a new layer are zero; assign ``packed`` and ``bias`` to fill them. An NVFP4 weight may be in tile order
+    (``hopper/tile_order.py``), so that trainer and engine share one copy.
     """
 
     codes: Tensor
@@ -79,8 +78,7 @@ class FrozenLinear(nn.Module):
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """Autograd function of y = x W^T + b with a 4-bit weight W, which it dequantises again in backward to compute dX =
-    dY W."""
+    """y = x W^T + b with a 4-bit weight W, which backward dequantises again to compute dX = dY W."""
 
     @staticmethod
     def forward(

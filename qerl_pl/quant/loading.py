@@ -78,8 +78,7 @@ def meta_model(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype | str | None) -> PreTrainedModel:
-    """Create a causal language model on the meta device from its configuration, with each expert's linear layers as
-    separate modules."""
+    """Create a causal language model on the meta device, with experts' linear layers as separate modules."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     names = FAMILIES[config.model_type].experts if config.model_type in FAMILIES else None
@@ -111,9 +110,9 @@ def _swap_packed_linears(
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[str, Part]]:
-    """Find out what every tensor of the checkpoint is for: returns, by tensor name, the name of the model's module and
-    the attribute that it fills, with the conversion that it needs. Raises ValueError if a tensor fills nothing, or if a
-    parameter or buffer would not be filled."""
+    """Return, by the name of each tensor of the checkpoint, the name of the model's module and the attribute that it
+    fills, with the conversion that it needs. ValueError: a tensor fills nothing, or a parameter or buffer would not be
+    filled."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
@@ -144,15 +143,14 @@ def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None
 
 
 def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
-    """Map the names of tied parameters, such as lm_head.weight, to the names of the parameters whose values they
-    share."""
+    """Map the names of tied parameters, such as lm_head.weight, to the parameters whose values they share."""
     return cast(Mapping[str, str], model.all_tied_weights_keys)
 
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
     """Check, without reading data, that a checkpoint has a floating-point tensor of the right shape for every parameter
-    of ``model``; raise ValueError if not. The weights of the linear layers named in ``packed`` are not checked, because
-    they are stored as 4-bit codes and scales."""
+    of ``model``; ValueError if not. The weights of the linear layers named in ``packed`` are not checked, because they
+    are stored as 4-bit codes and scales."""
     tied = tied_weights(model)
     stored_packed = {f"{name}.weight" for name in packed}
     stored = {*checkpoint.names(), *stored_packed}
@@ -177,9 +175,8 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
 def _fill(
     module: nn.Module, part: Part, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Convert a tensor of a checkpoint for its destination ``part``, check it, and assign it to the module's attribute
-    ``part.buffer``, in place of a tensor on the meta device. ValueError: the values, shape or dtype are wrong; the
-    message has the tensor's name, ``name``."""
+    """Convert and check a checkpoint's tensor ``name``, and assign it to the module's attribute ``part.buffer`` in
+    place of a meta tensor. ValueError: values, shape or dtype are wrong."""
     meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)
@@ -214,8 +211,7 @@ def _check_finite(tensor: Tensor, name: str) -> None:
 
 
 def _check_block_scales(scales: Tensor, fmt: Format, name: str) -> None:
-    """Raise ValueError if block scales are NaN, infinite or negative; negative scales are refused because some kernels
-    ignore their sign."""
+    """Raise ValueError if block scales are NaN, infinite, or negative, as some kernels ignore their sign."""
     values = fmt.effective_scale(scales, torch.ones((), dtype=torch.float64, device=scales.device)).float()
     if number := int((~values.isfinite()).sum()):
         raise ValueError(f"{name} holds NaN or infinity in {number} of {scales.numel()} places")
@@ -238,9 +234,8 @@ def _tie(model: PreTrainedModel, path: Path) -> None:
 
 
 def fill_computed_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
-    """Fill the buffers that no checkpoint stores, such as rotary frequencies, by the initialisation that transformers
-    defines for the model. Because that initialisation would also overwrite parameters, they are removed from the model
-    before it and put back afterwards, with the values that they had."""
+    """Fill buffers that no checkpoint stores, such as rotary frequencies, by transformers' initialisation of the model.
+    As that would overwrite parameters, they are taken out before and put back afterwards."""
     for name, module in model.named_modules():
         computed = {leaf: buffer for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for leaf, buffer in computed.items():

@@ -34,9 +34,8 @@ _E4M3_MAX_BITS = 0x7E
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
-    """Compute the tensor scale, [] fp64, with which the largest block scale is 448, E4M3's maximum. ``amax`` is the
-    largest magnitude, [], of all tensors that share this scale. The tensor scale is 1 if its reciprocal would overflow
-    fp32, as for tensors of zeros."""
+    """Compute the tensor scale, [] fp64, with which the largest block scale is 448, E4M3's maximum, from the largest
+    magnitude ``amax``; 1 if its reciprocal would overflow fp32, as for tensors of zeros."""
     divisor = E4M3_MAX * E2M1_MAX / amax.float().clamp_min(torch.finfo(torch.float32).tiny)
     return 1 / torch.where(divisor.isfinite(), divisor, 1.0).double()
 
@@ -55,10 +54,9 @@ def round_block_scale(block_amax: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def effective_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return the factor of each block of weights: its block scale times the tensor scale, rounded once to fp32, in the
-    shape of ``block_scale``. ``block_scale`` has the bits of E4M3 numbers as uint8. ``global_scale`` is the tensor
-    scale, [], or [E] if ``block_scale`` holds, one after the other, the block scales of E weight matrices of equal
-    shape."""
+    """Return the factor of each block: its block scale (E4M3 bits, uint8) times the tensor scale, rounded once to fp32,
+    in the shape of ``block_scale``. ``global_scale`` is the tensor scale, [], or [E] if ``block_scale`` holds, one
+    after the other, the block scales of E weight matrices of equal shape."""
     table = torch.arange(256, dtype=torch.uint8, device=block_scale.device).view(torch.float8_e4m3fn)
     factors = (table.double() * global_scale.double().unsqueeze(-1)).float()  # [256] or [E, 256]
     if global_scale.ndim == 0:

@@ -19,18 +19,16 @@ from qerl_pl.model.files import CONFIG, INDEX, MODELOPT_CONFIG, read_json
 
 REPORT = "quantization_report.json"
 RECORDS = ("tiny.json", "drift.json")
-"""Files in which commands record how one checkpoint was made and measured; copies and exports of the checkpoint do not
-include them."""
+"""Records of how one checkpoint was made and measured, which copies and exports of it do not include."""
 _MANIFEST = "manifest.json"
 _CARRIED = {".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"}
 _CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGNORECASE)
 
 
 class OutputFolder:
-    """Checkpoint folder that is written as ``OUTPUT.partial`` and renamed to ``OUTPUT`` at the end; ``OUTPUT`` must not
-    exist, or be empty. ``settings`` (JSON types) are all values that the files depend on, and are also written to
-    quantization_report.json. A manifest lists the finished files, so a later run with equal settings continues after
-    them; a later run with other settings is refused (ValueError)."""
+    """Checkpoint folder that is written as ``OUTPUT.partial`` and renamed at the end to ``OUTPUT``, which must not
+    exist, or be empty. A manifest lists the finished files, so a later run with equal ``settings`` (JSON types, all
+    that the files depend on) continues after them; with others it is refused (ValueError)."""
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
         self.output, self.settings = output, dict(settings)
@@ -50,8 +48,7 @@ class OutputFolder:
         self.done = {file: entry for file, entry in manifest["files"].items() if (self.partial / file).is_file()}
 
     def add(self, file: str, tensors: Mapping[str, Tensor], layers: Sequence[object] = ()) -> None:
-        """Write one safetensors file and record it as finished in the manifest, together with ``layers``, the error
-        reports of the file's quantised linear layers."""
+        """Write a safetensors file and record it in the manifest as finished, with reports on its ``layers``."""
         write_tensors(self.partial / file, tensors)
         self.done[file] = {"tensors": {name: tensor.nbytes for name, tensor in tensors.items()}, "layers": layers}
         _write_json(self.partial / _MANIFEST, {"settings": self.settings, "files": self.done})
@@ -75,8 +72,8 @@ class OutputFolder:
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Complete the folder and rename it to ``OUTPUT``: write the index of tensors, quantization_report.json
         (settings and error reports) and config.json with the content ``config``, and copy the tokenizer, chat
-        templates, licence and similar files of the checkpoint ``source``. Raises FileNotFoundError if somebody has
-        removed a finished file."""
+        templates, licence and similar files of the checkpoint ``source``. FileNotFoundError: a finished file was
+        removed."""
         for file in self.done:
             (self.partial / file).stat()
         carry(source, self.partial)
@@ -92,8 +89,8 @@ class OutputFolder:
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """Context manager in which the caller makes a folder that appears at the path ``output`` only when it is complete.
-    It yields a path in a scratch folder, at which the caller makes the folder; at the end, this folder is renamed to
-    ``output``. After an error, the scratch folder is removed. ValueError: ``output`` exists."""
+    It yields a path, at which the caller makes the folder, and which is renamed to ``output`` at the end or, after an
+    error, removed. ValueError: ``output`` exists."""
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     scratch = output.with_name(output.name + ".tmp")

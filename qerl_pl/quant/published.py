@@ -1,10 +1,8 @@
-"""Inspect published NVFP4 checkpoints: what they contain, and what has to be changed before they can be used with
-16-bit activations (W4A16).
+"""Inspect published NVFP4 checkpoints: what has to be changed before they can be used with 16-bit activations (W4A16).
 
-Published checkpoints may have features that training does not support, and that ``convert`` removes: scales of
-activations and of the KV cache, linear layers in FP8, a quantised output head, and different tensor scales of q/k/v or
-of gate/up, which inference engines fuse into one matrix. The format of a linear layer is derived from its tensors, and
-not from the lists of excluded modules in config.json and hf_quant_config.json.
+They may have features that training does not support, and that ``convert`` removes: scales of activations and of the KV
+cache, linear layers in FP8, a quantised output head, and different tensor scales of linears that engines fuse. The
+format of a linear layer is derived from its tensors, not from lists of excluded modules in configs.
 """
 
 import math
@@ -43,8 +41,7 @@ class Stored:
     """Names of tensors with scales of the KV cache."""
 
     def leaves(self, linear: str) -> set[str]:
-        """Return the suffixes of the tensors in which a linear layer's quantised weight is stored; empty if the layer
-        is not quantised."""
+        """Return the suffixes of the tensors of a linear layer's quantised weight; empty if it is not quantised."""
         return self.packed.get(linear, FP8 if linear in self.fp8 else set())
 
 

@@ -1,11 +1,9 @@
 """Offline quantiser: write a copy of a dense checkpoint with 4-bit weights, one decoder block at a time.
 
-All linear layers are quantised, except those that the setting ``ignore`` or the model family leaves dense; embeddings,
-norms and biases are copied. Linear layers that inference engines fuse into one matrix share one tensor scale.
-
-Each decoder block becomes one file of the output, so a run that was killed continues with the first missing block. With
-calibration data, each block's weights are rounded, and their errors measured, on inputs that the previous blocks
-compute with quantised weights (and with the adapter that approximates their quantisation errors, if one is written).
+All linear layers are quantised, except those that ``ignore`` or the family leaves dense. Linears that engines fuse into
+one matrix share a tensor scale. Each block becomes one file, so a run that was killed continues with the first missing
+block. With calibration data, weights are rounded, and errors measured, on inputs that the previous blocks compute with
+quantised weights (and with the adapter for their errors, if one is written).
 
 Letters: N outputs, K inputs of a linear layer.
 """
@@ -54,22 +52,20 @@ def quantize_checkpoint(
     residual: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[LayerReport]:
-    """Write a copy of the dense checkpoint in the folder ``model`` (bf16, fp16 or fp32) whose linear layers have 4-bit
-    weights; return one error report per quantised layer.
+    """Write a copy of the dense checkpoint in the folder ``model`` with 4-bit linear layers; returns an error report
+    for each.
 
     ``load_base`` can load the copy, and so can transformers and, except for NF4, vLLM. The device holds one decoder
-    block and, with calibration data, second moments of the inputs of its layers. Host memory holds one block, or the
+    block and, with calibration data, second moments of its layers' inputs. Host memory holds one block, or the
     embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
-        output: folder to create; it must be new or empty. The files that an interrupted call with the same settings
-            finished are kept.
+        output: folder to create, new or empty; files that an interrupted call with equal settings finished are kept.
         method: rounding method, "rtn" or "gptq", see ``pack_group``.
         ignore: linear layers to leave dense: names, or "re:" and a regular expression that matches the start of names.
         calibration: calibration data, required by gptq. With it, output errors are reported for all methods.
-        residual: rank of a LoRA adapter that approximates the quantisation errors (``residual_factors``), from which
-            training can start (``model.lora.start``); it is written to the folder ``start`` inside the output. Requires
-            calibration data. None: no adapter.
+        residual: rank of a LoRA adapter against the quantisation errors (``residual_factors``), written to ``start``
+            inside the output, for ``model.lora.start``; needs calibration data. None: no adapter.
 
     Raises:
         ValueError: the model cannot be read or is quantised already, the output is not empty or holds an unfinished run
@@ -127,14 +123,15 @@ def pack_file(
     device: torch.device | str,
     rank: int | None,
 ) -> tuple[dict[str, Tensor], list[dict], dict[str, Tensor]]:
-    """Compute the contents of one file of the quantised checkpoint from the dense checkpoint's ``tensors``. Returns the
-    tensors to write, the error reports of the quantised linear layers, and the tensors of the LoRA adapter that
-    approximates their quantisation errors, all on the CPU.
+    """Compute the contents of one file of the quantised checkpoint from the dense checkpoint's ``tensors``, which are
+    those of one decoder block, or all weights outside of blocks. Returns the tensors to write, the error reports of the
+    quantised linear layers, and the tensors of the LoRA adapter that approximates their quantisation errors, all on the
+    CPU.
 
-    A file holds one decoder block, or the weights outside of blocks. ``groups`` are the linear layers of the whole
-    model that are to be quantised; those of a group share one tensor scale. ``stream`` has the hidden states of the
-    calibration data at the input of the file's decoder block, or is None. ``rank``, which needs ``stream``, is the rank
-    of the adapter; with it, layers that stay dense get an adapter whose product is 0.
+    ``groups`` are the linear layers of the whole model that are to be quantised; those of a group share one tensor
+    scale. ``stream`` has the hidden states of the calibration data at the input of the file's decoder block, or is
+    None. ``rank``, which needs ``stream``, is the rank of the adapter; with it, layers that stay dense get an adapter
+    whose product is 0.
     """
     fmt, moments, adapter = writer.layout.fmt, {}, {}
     in_file = file.groups(groups)

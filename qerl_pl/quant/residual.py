@@ -56,8 +56,7 @@ def residual_factors(
 def fresh_factors(
     shape: tuple[int, int], rank: int, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw the factors of a new LoRA adapter for a weight of shape [N, K], fp32 on the CPU: A [rank, K] uniform in
-    +-1/sqrt(K), and B [N, rank] zeros."""
+    """Draw a new LoRA adapter's factors, fp32 on the CPU: A [rank, K] uniform in +-1/sqrt(K), and B [N, rank] zeros."""
     bound = shape[1] ** -0.5
     return torch.empty(rank, shape[1]).uniform_(-bound, bound, generator=generator), torch.zeros(shape[0], rank)
 

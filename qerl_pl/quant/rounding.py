@@ -1,6 +1,5 @@
-"""Methods of rounding a weight to a 4-bit format, and measures of the resulting errors. The method "rtn" rounds each
-weight to the nearest value; "gptq" searches for good block scales and compensates rounding errors in other columns by
-GPTQ (arXiv 2210.17323).
+"""Methods of rounding a weight to a 4-bit format, and measures of the errors: "rtn" rounds to nearest; "gptq" searches
+for good block scales and compensates rounding errors in other columns by GPTQ (arXiv 2210.17323).
 
 Letters: N outputs, K inputs of a linear layer.
 """
@@ -22,12 +21,10 @@ _COLUMNS = 128  # columns that GPTQ rounds before it applies their corrections t
 def pack_group(
     weights: Mapping[str, Tensor], fmt: Format, method: Method, second_moment: Tensor | None
 ) -> dict[str, PackedWeight]:
-    """Round the weights [N, K] of linear layers with a common input to a 4-bit format, with one tensor scale for all.
-    ``weights`` and the returned weights have the layers' names as keys.
+    """Round the weights [N, K] of linear layers with a common input, by name, to a 4-bit format with one tensor scale.
 
-    The method "rtn" rounds to the nearest values, with block scales that make each block's largest magnitude
-    representable (min-max). The method "gptq" needs ``second_moment``, the mean [K, K] of x x^T over the inputs x. It
-    searches for the block scales with the smallest squared error, weighted per column by the input's mean square
+    "rtn" rounds to nearest with min-max block scales. "gptq" needs ``second_moment``, the mean [K, K] of x x^T over the
+    inputs x: it searches for the block scales with the smallest squared error, weighted by each input's mean square
     (``search_scales``), and then rounds by ``gptq_codes``.
     """
     shared, packed = group_scale(list(weights.values()), fmt), {}
@@ -70,12 +67,10 @@ def output_error(weight: Tensor, rounded: Tensor, second_moment: Tensor) -> floa
 
 def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, importance: Tensor) -> Tensor:
     """Choose each block scale of a weight [N, K] among those that ``fmt.nearby_scales`` yields: the one for which the
-    rounding error sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k is smallest.
-
-    ``importance``, [K] fp32 and not negative, is for example the mean square of each input. ``block_scale`` [N,
-    K/block] has the bits of the initial scales, which are kept where no other scale is better. Returns the bits of the
-    chosen scales, [N, K/block].
-    """
+    rounding error sum_k importance_k (w_k - rounded w_k)^2 over the block's columns k is smallest. ``importance``, [K]
+    fp32 and not negative, is for example the mean square of each input. ``block_scale`` [N, K/block] has the bits of
+    the initial scales, which are kept where no other scale is better. Returns the bits of the chosen scales, [N,
+    K/block]."""
     best = block_scale.clone()
     values = torch.tensor(fmt.values, device=weight.device)
     for rows in row_chunks(weight):
@@ -91,13 +86,12 @@ def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale
 
 
 def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, second_moment: Tensor) -> Tensor:
-    """Round a weight W [N, K] by GPTQ with given scales. Returns 4-bit codes, two per byte, [N, K/2] uint8, that
-    approximately minimise the output error |X W^T - X W'^T|^2, where W' is the rounded weight. ``second_moment`` is X^T
-    X, or a positive multiple of it, for the inputs X.
+    """Round a weight W [N, K] by GPTQ with given scales: 4-bit codes, two per byte, [N, K/2] uint8, that approximately
+    minimise |X W^T - X W'^T|^2. ``second_moment`` is X^T X, or a positive multiple of it, for the inputs X.
 
-    GPTQ rounds column by column and compensates each rounding error in the columns that are left. The scales are fixed
-    beforehand, so columns may be rounded in any order although neighbours share a scale. Columns whose inputs have the
-    largest mean squares are rounded first, while most columns are left to compensate.
+    GPTQ compensates each column's rounding error in the columns that are left. As the scales are fixed beforehand,
+    columns may be rounded in any order although neighbours share a scale: those whose inputs have the largest mean
+    squares come first, while most columns are left to compensate.
     """
     order = second_moment.diagonal().argsort(descending=True)
     weight = weight[:, order].float()  # a copy
@@ -172,9 +166,8 @@ def _number(rank: Tensor) -> Tensor:
 
 
 def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:
-    """Compute the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1, for GPTQ; H is the
-    second moment of the inputs. Inputs that were always zero get a positive diagonal element in H, so they do not
-    affect other columns."""
+    """Compute the upper triangular U, [K, K] fp32, with U^T U = (H + damping mean(diag H) I)^-1; H is the second
+    moment. Inputs that were always zero get a positive diagonal element, so they do not affect other columns."""
     # fp64, because outlier channels spread the spectrum of H over many orders of magnitude.
     moment = second_moment.to(torch.float64, copy=True)
     diagonal = moment.diagonal()
@@ -186,8 +179,7 @@ def inverse_factor(second_moment: Tensor, damping: float = 0.01) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Quantisation errors of one linear layer. A relative error is the RMS of the error, divided by the RMS of the
-    exact values."""
+    """Quantisation errors of one linear layer; relative errors are RMS of the error over RMS of the exact values."""
 
     name: str
     shape: tuple[int, int]
@@ -206,8 +198,7 @@ def report_layer(
     name: str, weight: Tensor, packed: PackedWeight, fmt: Format, second_moment: Tensor | None = None
 ) -> LayerReport:
     """Return a report on the errors of a 4-bit weight relative to the dense weight [N, K]. With ``second_moment``, the
-    mean [K, K] of x x^T over the calibration data's inputs x of the layer, the report includes the relative error of
-    the layer's outputs."""
+    mean [K, K] of x x^T over the layer's inputs x, it includes the relative error of the layer's outputs."""
     weight = weight.float()
     rounded = fmt.dequantize(packed, torch.float32)
     error, norm, largest = rounded - weight, weight.norm().item(), weight.abs().max().item()

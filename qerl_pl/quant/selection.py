@@ -18,9 +18,8 @@ from qerl_pl.quant.experts import check_alike
 from qerl_pl.quant.loading import tied_weights
 
 FUSED = {member: group for family in FAMILIES.values() for group in family.fused for member in group}
-"""Maps the last component of a linear layer's name, such as ``k_proj``, to the names of the layers that inference
-engines fuse into one matrix with it, itself included, such as q_proj, k_proj and v_proj. It holds for all model
-families."""
+"""Maps the last part of a linear layer's name, such as ``k_proj``, to the layers that inference engines fuse into one
+matrix with it, itself included, such as q_proj, k_proj and v_proj, in all model families."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class OutputFile:
 
 
 def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
-    """List the files of the checkpoint to write: one for all tensors outside the decoder blocks, then one per decoder
-    block in order."""
+    """List the files to write: one for all tensors outside the decoder blocks, then one per decoder block in order."""
     parts: dict[str, list[str]] = {"": []}
     for name in checkpoint.names():
         parts.setdefault(block_of(name) or "", []).append(name)
@@ -53,8 +51,9 @@ def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
 
 
 def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model's decoder blocks, and its output head, by name in order. ValueError: a matrix
-    in a block, such as stacked experts, is of another module, so it would stay in 16 bits without a word."""
+    """Return the linear layers of a model's decoder blocks, and its output head, by name in the model's order.
+    ValueError: a block has a matrix that is not the weight of a linear layer or a convolution, such as stacked experts:
+    the quantiser would leave it in 16 bits without telling the user."""
     linears: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -71,11 +70,10 @@ def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def split_linears(
     model: PreTrainedModel, ignore: Sequence[str], *, block: int
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Divide the linear layers of a model, which may be on the meta device, into those to quantise and those that stay
-    dense. Layers stay dense because of the model family (``Family.dense``) or because of ``ignore``, whose entries are
-    names, or "re:" and a regular expression that matches the start of names. ``block`` is the number of columns that
-    share a block scale, which must divide K (ValueError). Returns the shapes [N, K] of the layers to quantise, by name,
-    and the names of the others, both in the model's order."""
+    """Divide the linear layers of a model into those to quantise and those that stay dense. Layers stay dense because
+    of the model family (``Family.dense``) or because of ``ignore``, whose entries are names, or "re:" and a regular
+    expression that matches the start of names. Returns the shapes [N, K] of the layers to quantise, by name, and the
+    names of the others. ValueError: ``block``, the number of columns that share a block scale, does not divide K."""
     linears = linears_of(model)
     for entry in ignore:
         try:
