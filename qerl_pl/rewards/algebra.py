@@ -1,9 +1,5 @@
-"""Compare mathematical expressions with math-verify and sympy, for the cases that the rules of ``equivalence.py`` leave
-open.
-
-Only the worker processes of ``verifier.py`` may import this module, because a model's answer can make sympy hang or use
-unbounded memory.
-"""
+"""Compare mathematical expressions with math-verify and sympy, where the rules of ``equivalence.py`` leave it open.
+Only the worker processes of ``verifier.py`` may import this, because sympy may hang or use unbounded memory."""
 
 import logging
 import math
@@ -48,20 +44,13 @@ _CONVERSION = ConversionConfig(lowercase_symbols=False)
 
 
 class Unreadable(ValueError):
-    """Raised for a known answer (from the data set) that neither the rules of ``equivalence.py`` nor math-verify can
-    read."""
+    """Raised for a known answer that neither the rules of ``equivalence.py`` nor math-verify can read."""
 
 
 def equal_expressions(gold: str, answer: str) -> bool:
-    """Tell whether two mathematical expressions are equal: fractions are compared exactly, other expressions by
-    math-verify.
-
-    math-verify has an absolute tolerance, so it takes all tiny numbers for equal. Numbers that it finds equal are
-    therefore computed to more digits, and count as different if these digits differ.
-
-    Raises:
-        Unreadable: ``gold``, the known answer, cannot be parsed.
-    """
+    """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. It has an absolute
+    tolerance, so numbers that it finds equal are computed to more digits, and are different if these differ.
+    ``Unreadable``: the known answer ``gold`` cannot be parsed."""
     known, given = _parse(gold), _parse(answer)
     if known is None:
         raise Unreadable(f"the known answer {gold!r} cannot be read, so {answer!r} cannot be compared with it")
@@ -79,8 +68,8 @@ def equal_expressions(gold: str, answer: str) -> bool:
 
 def equal_equations(gold: Sequence[str], answer: Sequence[str]) -> bool:
     """Tell whether two equations, given as lists of their sides, are equal: their sides are equal in the same or in
-    reversed order, or the difference left - right of one is a constant multiple of that difference of the other. Raises
-    ``Unreadable`` if ``gold``, the known answer, cannot be parsed."""
+    reversed order, or left - right of one is a constant multiple of left - right of the other. ``Unreadable``: the
+    known answer ``gold`` cannot be parsed."""
     known, given = [_parse(side) for side in gold], [_parse(side) for side in answer]
     if None in known:
         raise Unreadable(f"the known answer {'='.join(gold)!r} cannot be read")
@@ -118,8 +107,7 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, answer: str) -> bool:
-    """Tell whether two inequalities or intervals have the same solutions. Raises ``Unreadable`` if ``gold``, the known
-    answer, cannot be parsed."""
+    """Tell whether two inequalities or intervals have the same solutions. ``Unreadable``: as ``equal_expressions``."""
     gold, answer = _ascending(gold), _ascending(answer)
     if letters(gold) == letters(answer):
         return True
@@ -133,8 +121,7 @@ def equal_relations(gold: str, answer: str) -> bool:
 
 
 def _fraction(number: object) -> Fraction | None:
-    """Compute the exact value of a sympy number made of fractions, sums, products, integer powers and factorials; None
-    for other numbers, or if a value has more than ``MAX_BITS`` bits."""
+    """Compute the exact value of a sympy number, if it is rational and has at most ``MAX_BITS`` bits, else None."""
     if isinstance(number, Rational):
         return Fraction(int(number.p), int(number.q))
     if not isinstance(number, (Add, Mul, Pow, factorial)):
@@ -218,8 +205,7 @@ def _ascending(chain: str) -> str:
 
 
 def _solution_set(text: str) -> Set | None:
-    """Return the set of real numbers that a text of intervals, or of inequalities in one variable, describes; None if
-    the text cannot be read or solved."""
+    """Return the real solutions of intervals, or of inequalities in one variable; None if that is not possible."""
     # "x is not 1 and not 2" excludes both numbers, also if a comma or "or" joins the two
     conjunction = re.search(r"\band\b", text) is not None or text.count("\\neq") > 1
     union, parts = None, split_top(text, SEPARATOR)

@@ -59,7 +59,7 @@ def marked_answer(text: str, marker: Marker) -> str | None:
     line after ``####``, and ``line`` the rest of the line after ``Answer:`` near the end. ``any`` takes the text in
     ``<answer>`` tags if there is one, so that a box elsewhere does not override it; else the last box; else the rest of
     the line after the last ``####``. A tag or box that is not closed does not count, because the completion was cut off
-    there; earlier tags or boxes count.
+    there; earlier ones count.
     """
     if marker == "any":
         tagged, boxed = last_tagged(text), last_boxed(text)
@@ -80,11 +80,11 @@ def last_tagged(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last closed ``\\boxed{...}``, of nested boxes the outermost; None if there is none.
+    """Return the content of the last closed ``\\boxed{...}``, of nested boxes the outermost; None if there is none. If
+    the last boxes are separated only by ``,``, ``and`` or ``or``, they are returned as one answer with several values.
 
-    If the last boxes are separated only by ``,``, ``and`` or ``or``, they are returned as one answer with several
-    values. A box does not count if the text around it denies it ("The answer is not ...") or makes it a bound or a part
-    of a calculation; if no box counts, the result is the empty string. A box in a formula of another value, such as
+    A box does not count if the text around it denies it ("The answer is not ...") or makes it a bound or a part of a
+    calculation; if no box counts, the result is the empty string. A box in a formula of another value, such as
     ``-\\boxed{5}``, is returned with the formula, and one before a unit with the unit (see ``context.py``).
     """
     opened: list[tuple[int, int] | None] = []  # start of a ``\boxed`` and of its content; None for an ordinary brace
@@ -133,9 +133,8 @@ def seen(text: str) -> str:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
-    """Return the contents of the last span and of the spans before it, as far back as only a ``connector`` (by default
-    ``,``, ``and`` or ``or``) stands between neighbours, without repetitions and joined by commas. ``spans`` are tuples
-    of start, end and content, in the order of the text."""
+    """Return the contents of the last of ``spans`` (start, end, content) and of those before it, as far back as only a
+    ``connector`` stands between them, without repetitions, joined by commas."""
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]

@@ -1,7 +1,5 @@
-"""Protocols of reward functions, and the weighted sum of several rewards.
-
-A row is one prompt with one completion; a batch has B rows. A verdict is a score with its reason.
-"""
+"""Protocols of reward functions, and the weighted sum of several rewards. A row is one prompt with one completion; a
+batch has B rows. A verdict is a score with its reason."""
 
 from __future__ import annotations
 
@@ -26,15 +24,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Protocol of a reward that also gives reasons for its scores. If a reward has the method ``judge``, the program
-    calls that method instead of ``__call__``."""
+    """Protocol of a reward that also gives reasons for its scores: its method ``judge`` is called, not ``__call__``."""
 
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Score completions and return one verdict (score and reason) per row, that is, per completion. ``texts`` are
-        the completions, and ``answers`` the known answers from the data set. The method calls ``progress`` with the
-        number of rows finished since it last called ``progress``."""
+        """Score completions and return one verdict (score and reason) per row. ``texts`` are the completions, and
+        ``answers`` the known answers from the data set. The method calls ``progress`` with the number of rows finished
+        since it last called ``progress``."""
         ...
 
 
@@ -50,12 +47,9 @@ class Limited(Protocol):
 
 class Reward(Protocol):
     """A reward function: an object with ``__call__``, whose constructor takes the reward's settings, or a plain
-    function.
-
-    The arguments are passed by name, so the order of the parameters does not matter, and annotations are not needed. A
-    reward whose parameters are not ``prompts`` and ``completions`` is called as TRL calls reward functions (see
-    ``rewards/calling.py``).
-    """
+    function. The arguments are passed by name, so the order of the parameters does not matter, and annotations are not
+    needed. A reward whose parameters are not ``prompts`` and ``completions`` is called as TRL calls reward functions
+    (see ``rewards/calling.py``)."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
         """Return one score per row, or None for a row that cannot be scored. A row without a score is left out of the
@@ -140,8 +134,7 @@ class RewardTable(NamedTuple):
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """Return the most frequent reason why rewards with a weight other than 0 returned None; the empty string if
-        every row has a score."""
+        """Return the most frequent reason why a reward with a weight gave None; empty if every row has a score."""
         weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
         reasons = Counter(verdict.reason for verdicts in weighted for verdict in verdicts if verdict.score is None)
         return max(reasons, key=reasons.__getitem__, default="")
@@ -155,18 +148,11 @@ def have_weight(rewards: Sequence[WeightedReward]) -> bool:
 def ready_rewards(
     rewards: Sequence[WeightedReward], *, max_tokens: int, metric: str | None = None, optional: bool = False
 ) -> list[WeightedReward]:
-    """Check the rewards of a run together, and return them with the limit on the completion length set in the rewards
-    that depend on it.
-
-    Args:
-        max_tokens: limit on the length of completions in training, in tokens.
-        metric: name of the reward by which dynamic sampling filters groups (the completions of one prompt), or None.
-        optional: True if a teacher trains the policy, so that no reward needs a weight other than 0.
-
-    Raises:
-        ValueError: two rewards have one name, ``metric`` is not the name of a reward, or no weight is other than 0
-            (unless ``optional``).
-    """
+    """Check the rewards of a run together, and return them with the limit on the completion length, ``max_tokens``
+    tokens, set in the rewards that depend on it. ``metric`` is the name of the reward by which dynamic sampling filters
+    groups (the completions of one prompt), or None. If ``optional``, because a teacher trains the policy, no reward
+    needs a weight other than 0. ValueError: two rewards have one name, ``metric`` is not the name of a reward, or no
+    weight is other than 0 (unless ``optional``)."""
     _check_names(rewards)
     if not rewards and not optional:
         raise ValueError("model.rewards is empty; expected at least one reward, or a teacher (model.teacher)")
@@ -191,18 +177,10 @@ def score_rewards(
     seed: int = 0,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
-    """Score a batch with every reward; returns each row's weighted sum, and each reward's scores with reasons.
-
-    Args:
-        prompts: [B] the prompt of each row.
-        completions: [B] the completion of each row, with its text.
-        seed: seeds the global random streams while a reward runs, together with the reward's name.
-        progress: optimizer steps of the run so far and in all, which rewards may read.
-
-    Raises:
-        RewardError: a reward failed, took too long, or did not return one score per row; or a weighted sum is not
-            finite.
-    """
+    """Score a batch of B rows with every reward; returns each row's weighted sum, and each reward's scores with
+    reasons. ``seed`` seeds the global random streams while a reward runs, together with the reward's name. Rewards may
+    read ``progress``, the optimizer steps of the run so far and in all. RewardError: a reward failed, took too long, or
+    did not return one score per row; or a weighted sum is not finite."""
     _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(
@@ -240,11 +218,8 @@ def score_rewards(
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
     """Check before a run that the rewards can score some prompts of the data set. A reward with a ``judge`` method has
     to score completions that consist of the known answer; for any other reward, the data set must have the columns that
-    the reward's parameters name.
-
-    Raises:
-        ValueError: a reward can read none of the known answers, or the data set lacks a column.
-    """
+    the reward's parameters name. ValueError: a reward can read none of the known answers, or the data set lacks a
+    column."""
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
     ]
@@ -272,11 +247,9 @@ def judge_rows(
     finished: Callable[[int], object] = no_progress,
 ) -> tuple[list[Verdict], dict[str, list[float]]]:
     """Call one reward on a batch under its time limit, and restore the global state that it changes (see ``guarded``).
-
-    Returns one verdict (score and reason) per row, with the reward's reasons if it has a ``judge`` method, and the
-    numbers that the reward logged by ``log_metric``, by name. ``finished`` is called with the number of rows finished
-    since its last call. The other arguments and the errors are those of ``score_rewards``.
-    """
+    Returns one verdict per row, with the reward's reasons if it has a ``judge`` method, and the numbers that the reward
+    logged by ``log_metric``, by name. ``finished`` is called with the number of rows finished since its last call. The
+    other arguments and the errors are those of ``score_rewards``."""
     name, reward, num_rows = term.name, term.reward, len(prompts)
     own_seed = derive_seed(seed, f"reward {name}")
     with guarded(name, num_rows=num_rows, time_limit=term.time_limit, seed=own_seed) as restart:

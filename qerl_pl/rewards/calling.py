@@ -1,10 +1,10 @@
 """Call a reward function with prompts, completions and columns of the data set as keyword arguments, as its parameters
 name them.
 
-A reward whose parameters are ``prompts`` and ``completions``, in any order, or whose ``completions`` are annotated with
-``Completion``, gets lists of ``Prompt`` and ``Completion``. Any other reward is called as TRL 1.16 calls reward
-functions: ``completions`` are texts or lists of messages, and every column of the data set is passed as an argument of
-its name. Letter B: number of completions in the batch.
+A reward with the parameters ``prompts`` and ``completions``, in any order, or whose ``completions`` are annotated with
+``Completion``, gets lists of ``Prompt`` and ``Completion``. Any other is called as TRL 1.16 calls reward functions:
+``completions`` are texts or lists of messages, and every column of the data set is an argument of its name. Letter B:
+number of completions in the batch.
 """
 
 import asyncio
@@ -58,8 +58,7 @@ class Called(NamedTuple):
 
 def takes_objects(name: str, reward: Callable[..., Any]) -> bool:
     """Return whether a reward is called with ``Prompt`` and ``Completion`` objects; if not, it is called as TRL calls
-    rewards. ``name`` is the reward's name for messages. ValueError: the parameters of ``reward`` name neither prompts
-    nor completions."""
+    rewards. ValueError, with the reward's ``name``: its parameters name neither prompts nor completions."""
     signature = _signature(name, reward)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
     names = {parameter for parameter, kind in kinds.items() if kind not in _VARIADIC}
@@ -85,18 +84,12 @@ def call(
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> Called:
     """Call a reward without a ``judge`` method on a batch; returns its return value and the values that it logged by
-    ``log_extra`` and ``log_metric``. If the reward returns a coroutine, which TRL also accepts, the coroutine is run to
-    its end.
+    ``log_extra`` and ``log_metric``. A coroutine, which TRL also accepts, is run to its end.
 
-    Args:
-        messages: for a reward that is called as TRL calls rewards: True passes prompts and completions as lists of
-            messages, False as texts; None passes messages if the questions in the data set are lists of messages, as
-            TRL does.
-        progress: optimizer steps of the run so far and in all, passed as ``trainer_state`` to a reward that is called
-            as TRL calls rewards.
-
-    Raises:
-        ValueError: a parameter without a default is not the name of a column.
+    A reward that is called as TRL calls rewards gets prompts and completions as lists of messages if ``messages`` is
+    True, as texts if it is False, and as TRL does if it is None: as messages if the questions in the data set are lists
+    of messages. It gets ``progress``, the optimizer steps of the run, as ``trainer_state``. ValueError: a parameter
+    without a default is not the name of a column.
     """
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}

@@ -156,9 +156,8 @@ def stated_anew(text: str, end: int, answer: str) -> str | None:
 
 
 def in_context(text: str, start: int, end: int, content: str) -> str:
-    """Return the content of the box ``text[start:end]`` with what gives it another value: the formula around it, as in
-    ``\\boxed{9}\\pi``, or units, amounts and values that the text behind it adds ("5 dozen", "5 dollars and 50 cents").
-    In "3 times [box] = 15", it fills in an equation and keeps its value."""
+    """Return the content of the box ``text[start:end]`` with what changes its value: the formula around it, as in
+    ``\\boxed{9}\\pi``, or units and amounts behind it ("5 dozen"). In "3 times [box] = 15" it keeps its value."""
     before, right = text[max(0, start - _BEFORE) : start], text[end : end + _BEFORE]
     left = _PART_END.split(before)[-1]
     changes, stop = _OPERATOR_BEFORE.search(left) or _OPERATOR_BEHIND.match(right), _PART_END.search(right)

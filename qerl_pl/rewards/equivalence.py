@@ -1,9 +1,7 @@
-"""Decide whether a completion's answer equals the known answer of the data set: by exact rules first, then by algebra.
-
-Only the worker processes of ``verifier.py`` may import this module, because algebra can hang or use unbounded memory.
-The known answer is called ``gold``. An answer may have sides (of an equation), a name (x in ``x = 5``), or items (of a
-list, set, point or interval).
-"""
+"""Decide whether a completion's answer equals the known answer of the data set ("gold"): by exact rules first, then by
+algebra. Only the worker processes of ``verifier.py`` may import this module, because algebra can hang or use unbounded
+memory. An answer may have sides (of an equation), a name (x in ``x = 5``), or items (of a list, set, point or
+interval)."""
 
 import re
 from itertools import pairwise
@@ -98,8 +96,7 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def _readings(gold: str, answer: str) -> list[str]:
-    """List the texts as which an answer may be read: itself and, if the known answer is a single value, perhaps
-    another; ``3,5`` may be the decimal 3.5, and ``3 and 1/2`` the sum 3+1/2."""
+    """List the texts as which an answer may be read, if the known one is a single value: ``3,5`` may also be 3.5."""
     if len(_group(gold).items) != 1:
         return [answer]
     grouped = re.fullmatch(r"-?(?:\d{1,2}(?:,\d\d)+,\d{3}|\d{1,3}(?:\.\d{3}){2,})", answer)  # 12,34,567 and 1.234.567
@@ -113,9 +110,8 @@ def _readings(gold: str, answer: str) -> list[str]:
 
 
 def _case_as(gold: str, answer: str) -> str:
-    """Adapt upper and lower case in an answer to the known answer: in names of up to three letters, each letter gets
-    the case that it has in ``gold``. A letter that occurs in both cases in either text is left alone, because x and X
-    may then be different variables."""
+    """Give each letter in an answer's names of up to three letters the case that it has in ``gold``, unless either text
+    has it in both cases, because x and X may then be different variables."""
     known, given = (
         {letter for run in re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side) for letter in run}
         for side in (gold, answer)
@@ -132,9 +128,7 @@ def _case_as(gold: str, answer: str) -> str:
 
 
 def _marks(text: str) -> list[str]:
-    """List the derivative marks (runs of primes) on the left side of an equation, e.g. ``''`` of ``f''(x) = 2``; an
-    empty list if the answer is no equation. Algebra ignores these marks, so the caller compares the lists of both
-    answers."""
+    """List the runs of primes on the left side of an equation, e.g. ``''`` of ``f''(x) = 2``, which algebra ignores."""
     return re.findall("'+", text.partition("=")[0]) if "=" in text else []
 
 
@@ -177,8 +171,7 @@ def _same_answer(gold: str, answer: str) -> bool:
 
 
 def _without_modulus(text: str) -> str:
-    """Remove the modulus from an answer such as ``3 \\pmod{5}``, but not if the number before it is no residue, as in
-    ``10 \\pmod{3}``."""
+    """Remove the modulus from ``3 \\pmod{5}``, but not from ``10 \\pmod{3}``, where 10 is no residue."""
     modulus = _MODULUS.search(text)
     value = exact_number(_MODULUS.sub("", text).split("\\equiv")[-1]) if modulus else None
     size = exact_number(modulus["size"]) if modulus else None
@@ -186,9 +179,8 @@ def _without_modulus(text: str) -> str:
 
 
 def _same_assertion(known: re.Match[str], given: re.Match[str] | None) -> bool:
-    """Return whether a completion's answer and the known answer begin with the same word: yes, no, true or false. A
-    reason may follow the word in the completion's answer, but neither another of these words, nor a number or formula
-    other than that in the known answer."""
+    """Return whether both answers begin with the same yes, no, true or false. In the completion's, a reason may follow,
+    but neither another of these words, nor a number or formula other than the known answer's."""
     if given is None or known[1].lower() != given[1].lower():
         return False
     gold, answer = (match.string[match.end() :].strip(" ,.;:!") for match in (known, given))
@@ -215,8 +207,7 @@ def _bare_solutions(text: str) -> str:
 
 
 def _group(text: str) -> _Group:
-    """Split an answer such as ``(1,2)``, ``\\{1,2\\}``, a column vector or ``1, 2`` into its brackets (empty if it has
-    none) and its items."""
+    """Split ``(1,2)``, ``\\{1,2\\}``, a column vector or ``1, 2`` into its brackets, perhaps empty, and its items."""
     vector = re.match(r"^\\begin\{pmatrix\}([^&]*)\\end\{pmatrix\}$", text, re.S)
     if vector and "\\\\" in vector[1]:
         return _Group("()", [item.strip() for item in re.split(r"\\\\", vector[1].strip().removesuffix("\\\\"))])
@@ -289,8 +280,7 @@ def _compatible(gold: _Group, answer: _Group) -> bool:
 
 
 def _by_name(group: _Group) -> _Group:
-    """Turn a list of assignments such as ``y=2, x=1`` into its values in alphabetical order of the names, here 1, 2, as
-    in the point (x, y). Any other list is returned as it is."""
+    """Turn assignments such as ``y=2, x=1`` into values in the order of names, as in (x, y); any other list stays."""
     named = [match for match in map(_ASSIGNMENT.match, group.items) if match]
     if len(named) < len(group.items):
         return group
@@ -346,8 +336,7 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Remove the names from two answers such as ``x = 5`` if only one has a name or both name the same quantity.
-    Returns both answers, in other cases unchanged."""
+    """Remove the names from answers such as ``x = 5`` if only one has a name or both name the same quantity."""
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
         names = [letters(match["name"]).lower() for match in (known, given)]
@@ -365,8 +354,7 @@ def _sides(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _value_of(gold: str) -> str:
-    """Return the value of a known answer that names or derives the value, such as ``|AB| = 5``, ``P(X=2) = 0.3`` or
-    ``i^6 = ... = -1``. Any other answer is returned as it is."""
+    """Return the value in a known answer with a name or derivation, such as ``|AB| = 5`` or ``i^6 = ... = -1``."""
     sides = split_top(gold, "=")
     name = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", sides[0])
     named = re.match(r"[^\d+*/^-]*[A-Za-z][^+*/^-]*$", name) or not _LETTER.search(_COMMAND.sub("", sides[0]))
@@ -383,13 +371,10 @@ def _renamed(names: list[str], given: re.Match[str]) -> bool:
 
 
 def _same_approximation(gold: str, answer: str) -> bool:
-    """Compare two answers of which at least one is an approximation such as ``1/3 \\approx 0.333``.
-
-    False if the sides of the completion's answer do not agree up to rounding, because it then states two different
-    answers. Otherwise, tell whether one of its sides equals a side of the known answer. A first side of the known
-    answer that has decimals does not count, because it is the term that the problem asks to compute, as in
-    ``\\sqrt{0.5} \\approx 0.71``.
-    """
+    """Compare two answers of which at least one is an approximation such as ``1/3 \\approx 0.333``. False if the sides
+    of the completion's answer do not agree up to rounding, because it then states two different answers. Otherwise,
+    tell whether one of its sides equals a side of the known answer. A first side of the known answer that has decimals
+    does not count, because it is the term that the problem asks to compute, as in ``\\sqrt{0.5} \\approx 0.71``."""
     known, given = ([split_top(part, "=")[-1] for part in side.split("\\approx")] for side in (gold, answer))
     known, given = (
         parts[1:] if len(parts) > 1 and not _HAS_VALUE.search(parts[0]) else parts for parts in (known, given)
@@ -411,9 +396,8 @@ def _last_side(sides: list[str]) -> str:
 
 
 def _other_names(gold: str, answer: str) -> bool:
-    """Tell whether two answers have different names that math-verify would wrongly take for equal: ``AB`` and ``BA``,
-    or ``A1`` and ``1A``, which it reads as products, and ``A``, ``A'`` and ``A^T``, of which it drops the prime and the
-    T."""
+    """Tell whether two answers have different names that math-verify takes for equal: ``AB`` and ``BA``, or ``A1`` and
+    ``1A``, as products, and ``A``, ``A'`` and ``A^T``, of which it drops the prime and the T."""
     plain = [re.sub(r"(?<=[A-Z])\s*(?:\\cdot|\*)?\s*(?=[A-Z])", "", _COMMAND.sub(" ", side)) for side in (gold, answer)]
     names = [set(re.findall(r"[A-Z][A-Z\d]+|\d[A-Z]", side)) for side in plain]
     if any(sorted(one) == sorted(other) for one in names[0] - names[1] for other in names[1] - names[0]):
@@ -432,8 +416,7 @@ def _same_factors(gold: str, answer: str) -> bool:
 
 def _is_text(text: str) -> bool:
     """Tell whether a text has a word, and not only products of one-letter variables: four letters in a row count as a
-    word and, in a text without digits and symbols, three. True for "cat" and "2 greater than 1", False for "ab" and
-    "2ab"."""
+    word and, in a text without digits and symbols, three. True for "cat", False for "ab" and "2ab"."""
     least = 3 if _WORDS.match(text) else 4
     return re.search(rf"(?<![\\A-Za-z{{])[A-Za-z]{{{least},}}", text) is not None
 

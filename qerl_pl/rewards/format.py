@@ -29,9 +29,8 @@ EXAMPLES = (("It follows.", "1"), ("Also", "7"), ("x y", "b"))
 def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
-    """Raise ValueError before training if the reward ``think_answer_format`` could never give 1, because stop strings
-    or the decoding of tokens change every completion of its form, ``<think>...</think><answer>...</answer>``.
-    ``as_sampled`` maps the text that a policy writes to the text that rewards get."""
+    """Raise ValueError before training if ``think_answer_format`` could never give 1, because stop strings or decoding
+    change every completion of its form. ``as_sampled`` maps a policy's text to that which rewards get."""
     for term in rewards:
         if term.reward is not think_answer_format or term.weight == 0:
             continue

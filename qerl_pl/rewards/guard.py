@@ -1,5 +1,4 @@
-"""Call a reward function with a time limit, add its name to errors, and restore the process's global settings
-afterwards."""
+"""Call a reward function with a time limit, name it in errors, and restore global settings of the process."""
 
 import numbers
 import os
@@ -32,23 +31,18 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
     global settings afterwards. Yields a function that restarts the time limit, to be called with the number of rows
     finished since its last call.
 
-    The time limit is enforced by a thread that sends a signal to the main thread. The signal ends Python code that
-    sleeps, waits or computes, but not a call into C that never returns. A reward that is not called in the main thread
-    has no limit. ``os._exit`` raises an error in this process; in child processes it works as usual.
+    The limit ``time_limit`` (in seconds; None: no limit) is enforced by a thread that sends a signal to the main
+    thread. The signal ends Python code that sleeps, waits or computes, but not a call into C that never returns. A
+    reward that is not called in the main thread has no limit. ``os._exit`` raises an error in this process; in child
+    processes it works as usual.
 
     The following are restored: current folder, gradient mode, default dtype, number of threads, matmul precision,
     recursion limit, signal handlers, timers, and the global random streams. During the call, the random streams are
-    seeded by ``seed``, so a reward's draws do not depend on the code that ran before. The settings and streams of NumPy
-    and torch are handled only if these packages are already imported, because the command `score` runs without them.
+    seeded by ``seed``, so a reward's draws do not depend on the code that ran before. NumPy and torch are handled only
+    if they are already imported, because the command `score` runs without them.
 
-    Args:
-        name: name of the reward, for messages.
-        num_rows: number of completions in the batch, for messages.
-        time_limit: limit in seconds; None: no limit.
-        seed: seed of the global random streams during the call.
-
-    Raises:
-        RewardError: the reward raised an exception, asked the process to exit, or took too long.
+    RewardError, with ``name`` and ``num_rows`` in the message: the reward raised an exception, asked the process to
+    exit, or took too long.
     """
     with _settings_kept(), preserved_rng(), _exit_refused(), _clock(time_limit) as restart:
         random.seed(seed)
@@ -78,8 +72,8 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
 def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
     """Convert the return value of a reward (a sequence, iterator, tensor or array with a number or None per row) to a
-    list. RewardError: it does not consist of ``num_rows`` finite numbers or None; the message has the reward's name and
-    the row."""
+    list. RewardError, with the reward's name and the row: it does not consist of ``num_rows`` finite numbers or
+    None."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):

@@ -102,12 +102,9 @@ _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,])")
 def normalize(text: str, other: str = "") -> str:
     """Normalise the notation of an answer: remove math delimiters, style and spacing commands, units, currency and
     surrounding prose. Answers with the same result differ only in notation or units; answers with different results may
-    still be equal.
-
-    Words behind a value are removed only if they are its unit, and words before it only if they introduce it, as "the
-    total is" does (module ``units``). ``other`` is the answer to compare with. A letter that is a variable in
-    ``other``, such as m, is not removed as a unit.
-    """
+    still be equal. Words behind a value are removed only if they are its unit, and words before it only if they
+    introduce it, as "the total is" does (module ``units``). A letter that is a variable in ``other``, the answer to
+    compare with, is not removed as a unit."""
     text = unwrap(re.sub(r"(?<=[\s{])(['\"])([A-Za-z][A-Za-z ]*)\1", r"\2", commands(text)))  # quoted words
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]|\*\*|`", " ", text).replace("\\$", "").replace("$", "")
     text = unwrap(text)
@@ -234,8 +231,7 @@ def nesting(text: str) -> int:
 
 
 def commands(text: str) -> str:
-    """Replace LaTeX commands of equal meaning by one of them, Unicode symbols by LaTeX commands, and spacing commands
-    by blanks."""
+    """Replace commands of equal meaning by one of them, Unicode symbols by commands, and spacing by blanks."""
     if not text.isascii():
         text = re.sub("\u221a\\s*(\\w+|\\([^()]*\\))", r"\\sqrt{\1}", text.replace("\u221b", "\\sqrt[3]"))
         text = ascii_digits(text.translate(_UNICODE))
@@ -271,8 +267,7 @@ def _rows(environment: re.Match[str]) -> str:
 
 
 def unwrap(text: str) -> str:
-    """Remove math delimiters, ``\\boxed``, ``\\text``, bold and quotes if they enclose the whole answer, and a full
-    stop at its end."""
+    """Remove delimiters, boxes, bold and quotes around the whole answer, and a full stop at its end."""
     while True:
         inner = text.strip().rstrip(".,;").strip('`" ')
         inner = inner.strip("' ") if inner.startswith("'") else inner  # a quote; f' ends in a prime

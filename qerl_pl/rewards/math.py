@@ -61,8 +61,7 @@ class NumericAnswer:
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Compare the answers in completions with the known answers; ``progress`` is called with the number of rows
-        that have just been finished."""
+        """Compare answers in completions with the known ones; ``progress`` gets the number of rows just finished."""
         verdicts = []
         for text, answer in zip(texts, answers, strict=True):
             verdicts.append(self._judge(text, answer))
@@ -147,8 +146,7 @@ class MathAnswer:
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Compare the answers in completions with the known answers; ``progress`` is called with the number of rows
-        that have just been finished."""
+        """Compare answers in completions with the known ones; ``progress`` gets the number of rows just finished."""
         verdicts: dict[int, Verdict] = {}
         rows: dict[int, tuple[str, str]] = {}
         for index, (text, answer) in enumerate(zip(texts, answers, strict=True)):
@@ -202,8 +200,7 @@ def _unmarked_number(text: str) -> Number | None:
 
 
 def _bare(span: str) -> str:
-    """Return the content of the last ``\\boxed{}`` within a marked answer; an answer without a box is returned as it
-    is."""
+    """Return the content of the last box within a marked answer, or the answer as it is."""
     box = last_boxed(span)
     return span if box is None else box
 

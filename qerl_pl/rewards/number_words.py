@@ -41,8 +41,7 @@ CHINESE = re.compile(
 
 
 def fraction_in_digits(text: str) -> str:
-    """Rewrite a text that is a fraction in English words, such as "three quarters" or "half", as 3/4 or 1/2. Any other
-    text is returned as it is, also an ordinal such as "third" or "twenty-third"."""
+    """Rewrite a text that is a fraction in words, such as "three quarters", as 3/4; any other stays, also "third"."""
     *first, part = re.split(r"[ -]", text.strip().lower())
     top = " ".join(first)
     single = top in ("a", "an", "one") or part == text.strip().lower() == "half"

@@ -113,11 +113,9 @@ class Number(NamedTuple):
 
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
-    """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit.
-
-    False if ``value`` has finitely many decimals, because an answer must then give them all, or if ``decimal`` has
-    fewer than ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not.
-    """
+    """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit. False if ``value`` has
+    finitely many decimals, because an answer must then give them all, or if ``decimal`` has fewer than ``SIGNIFICANT``
+    significant digits: 0.333333 stands for 1/3, but 0.33 does not."""
     places = decimal_places(decimal)
     if not places or decimal_places(value) is not None:
         return False
@@ -138,12 +136,10 @@ def decimal_places(value: Fraction) -> int | None:
 
 
 def parse_number(text: str) -> Number | None:
-    """Read ``text`` as one number; None if words around the number could change its value.
-
-    A number may have thousands separators, decimals, fractions, powers of ten, percent and currency signs, in plain
-    text, LaTeX, digits of any script or English words. It may follow words that introduce it ("the total is"), and its
-    unit may follow it (module ``units``). In an equation such as ``6 * 3 = 18``, the last side is read.
-    """
+    """Read ``text`` as one number; None if words around it could change its value. A number may have thousands
+    separators, decimals, fractions, powers of ten, percent and currency signs, in plain text, LaTeX, digits of any
+    script or English words. It may follow words that introduce it ("the total is"), and its unit may follow it (module
+    ``units``). In an equation such as ``6 * 3 = 18``, the last side is read."""
     return None if len(text) > MAX_ANSWER else _parsed(text)
 
 
@@ -234,8 +230,7 @@ def _unbracketed(plain: str) -> str:
 
 
 def _adds_nothing(rest: str, number: Number) -> bool:
-    """Tell whether the text after a number leaves its value as it is: the text is empty or the number's unit, perhaps
-    with a remark in brackets that gives no other value."""
+    """Tell whether the text behind a number is empty or its unit, perhaps with a remark that gives no other value."""
     aside = _ASIDE_AT_END.search(rest)
     if aside:
         again = parse_number(re.sub(r"^\s*or\s", "", aside[1]))

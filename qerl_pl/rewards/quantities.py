@@ -30,8 +30,7 @@ class Quantity(NamedTuple):
     certain: bool  # False if the unit may instead be a product of variables, as in ``2m`` and ``2mg``
 
     def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
-        """Return the value converted to a smaller or larger unit, of which this quantity's unit contains ``ratio * pi
-        ** power_of_pi``, as LaTeX."""
+        """Return, as LaTeX, the value in a unit of which this one contains ``ratio * pi ** power_of_pi``."""
         if ratio == 1 and not power_of_pi:
             return self.value
         name, equals, value = self.value.rpartition("=")
@@ -44,9 +43,8 @@ class Quantity(NamedTuple):
 
 
 def quantity(text: str) -> Quantity | None:
-    """Read an answer such as ``6\\text{ cm}`` or ``$5`` as a value with a unit from the table of units; ``2 hours 30
-    minutes`` becomes a value in hours, the first of its units. None for any other text, such as a list of
-    quantities."""
+    """Read ``6\\text{ cm}`` or ``$5`` as a value with a unit of the table; ``2 hours 30 minutes`` is a value in hours,
+    the first of its units. None for any other text, such as a list of quantities."""
     if re.search(r"\bper\s?cent\b", text):
         return None
     text = unwrap(text)

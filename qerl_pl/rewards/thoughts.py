@@ -1,12 +1,12 @@
-"""Find the tags that models write around their thoughts (the reasoning before the answer), in time linear in the length
-of the text.
+"""Find the tags that models write around their thoughts (the reasoning before the answer), here called marks, in time
+linear in the length of the text.
 
 Model families use different tags: ``<think>`` (DeepSeek-R1, Qwen3, Olmo 3), ``[THINK]`` (Ministral 3, Magistral),
 ``<|channel>thought`` and ``<channel|>`` (Gemma 4), ``<unused94>thought`` (MedGemma), ``<|channel|>analysis<|message|>``
 (Harmony), ``<seed:think>``, ``<|START_THINKING|>``, ``<|begin_of_thought|>``, or a separate turn, as
 ``<|start_of_role|>thinking<|end_of_role|>``. What these have in common is a word for thinking in brackets or as a role,
 and in the closing tag a slash or a word for the end. Letters may be upper or lower case, and blanks may be inside the
-brackets. This module calls all of these tags marks.
+brackets.
 """
 
 import re
@@ -25,9 +25,8 @@ _BAR = r"[|\uff5c]"
 
 
 def _inside(kind: str, word: str) -> str:
-    """Return a regex for the text between the brackets of a mark (a tag around thoughts). ``kind`` is a name for the
-    kind of brackets, and ``word`` the regex of the word for thinking. The regex's group named ``kind`` has the word;
-    those named ``kind`` with ``_end`` or ``_end_after`` match only in closing tags."""
+    """Return a regex for the text between the brackets of a mark. Its group ``kind`` (the kind of brackets) has the
+    word for thinking, ``word``; those named ``kind`` with ``_end`` or ``_end_after`` match only in closing tags."""
     return (
         rf"\s{{0,8}}(?:(?P<{kind}_end>/|{_END}{_OF})|{_BEGIN}{_OF})?\s{{0,8}}(?!no_)(?P<{kind}>{word})"
         rf"(?:(?P<{kind}_end_after>[_\u2581]{_END})|[_\u2581]{_BEGIN})?\s{{0,8}}"
@@ -102,8 +101,8 @@ def opening_at_the_end(text: str) -> str:
 
 
 def _marks(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each tag around thoughts with its effect: ``OPEN`` or ``CLOSE``, or the empty string if it has none,
-    because it is within thoughts that a tag of another kind (brackets and word) opened."""
+    """Yield each mark with its effect: ``OPEN`` or ``CLOSE``, or the empty string if it has none, because it is within
+    thoughts that a mark of another kind (brackets and word) opened."""
     opened, end = None, 0
     for bracket in _BRACKET.finditer(text):
         mark = pattern.match(text, bracket.start()) if bracket.start() >= end else None
@@ -130,7 +129,6 @@ _OTHERWISE = ("unused", "role")  # kinds of tags whose closing tag has another m
 
 
 def assistant_turn(prompt: Prompt, completion: Completion) -> str:
-    """Return the text of a completion, preceded by the tag that opens thoughts if the chat template wrote it at the end
-    of the prompt, as the templates of DeepSeek-R1, QwQ and Qwen3.5 do. Tokens that mark thoughts are replaced by
-    ``<think>`` and ``</think>``."""
+    """Return a completion's text in one form (``in_one_form``), behind the tag that opens thoughts if the chat template
+    wrote it at the end of the prompt, as those of DeepSeek-R1, QwQ and Qwen3.5 do."""
     return in_one_form(opening_at_the_end(prompt.text) + completion.text)

@@ -1,9 +1,7 @@
-"""Tell which words next to a number do not change its value (units, things that are counted, and the sentence around
-the number), and convert units.
+"""Tell which words next to a number do not change its value, and convert units.
 
 Words behind a number are accepted only if they are a unit or a plural noun, perhaps with words that refer to it ("miles
-per hour", "eggs in total"). An answer with other words behind its number is not read as a number, because such words
-may change the number in any way ("plus one", "is wrong").
+per hour", "eggs in total"), because others may change the number in any way ("plus one", "is wrong").
 """
 
 from __future__ import annotations
@@ -121,8 +119,7 @@ def names_unit(words: str) -> bool:
 
 
 def leads_to_number(words: str) -> bool:
-    """Tell whether a text before a number, such as "The total is" or "She makes", leaves the number's value as it is;
-    "at least", "half of" and "anything except" do not."""
+    """Tell whether a text before a number, such as "She makes", leaves its value as it is; "at least" does not."""
     clause = re.split(r"[.,;:!?]\s", words.lower().strip() + " ")
     last = next((part for part in reversed(clause) if part.strip()), "")
     tokens = re.findall(r"[a-z']+", last)

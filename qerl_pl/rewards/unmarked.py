@@ -1,5 +1,4 @@
-"""Find the answer in a completion without a marker such as ``<answer>``, and the end of the model's turn, in time
-linear in the length of the text."""
+"""Find the answer in a completion without a marker, and the end of the model's turn, in linear time."""
 
 import re
 from itertools import islice
@@ -55,8 +54,7 @@ _ALONE = re.compile(r"[^\s:]+(?: [^\s:]+)?|[^A-Za-z:]*(?:[A-Za-z]{1,2}[^A-Za-z:]
 
 
 def after_thoughts(text: str) -> str:
-    """Return the text after the last tag that closes thoughts (``</think>``); the empty string if the text ends within
-    thoughts."""
+    """Return the text after the last tag that closes thoughts; empty if the text ends within thoughts."""
     end, are_open = thoughts_of(text)
     return "" if are_open else text[end:]
 
@@ -96,8 +94,8 @@ def stated_answer(text: str) -> str | None:
 
 def last_math(text: str) -> str | None:
     """Return the last formula between math delimiters or short text in bold; None if there is none. If the last such
-    texts are separated only by ``,``, ``and`` or ``or``, they are returned as one text. If the last formula or bold
-    text is a name that is followed by its value, as in "$x$ is 9", the value is returned."""
+    texts are separated only by ``,``, ``and`` or ``or``, they are returned as one text. If the last one is a name that
+    is followed by its value, as in "$x$ is 9", the value is returned."""
     text = final_part(text)
     spans = []
     for match in _MATH.finditer(text):

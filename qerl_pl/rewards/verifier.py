@@ -1,8 +1,7 @@
-"""Compare answers in worker processes, so that an answer at which sympy hangs or crashes ends a worker process and not
-the run.
+"""Compare answers in worker processes, so that an answer at which sympy hangs or crashes does not end the run.
 
-This module can be called from any thread, and uses neither signal handlers nor further threads. Workers are new
-interpreters (``worker.py``) and not forks, so the CUDA context and vLLM's state in this process do not affect them.
+This can be called from any thread, and uses neither signal handlers nor further threads. Workers are new interpreters
+(``worker.py``) and not forks, so the CUDA context and vLLM's state in this process do not affect them.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """Compare the two answers of each row, the known one and the completion's; returns a verdict (score and reason)
-        per row. Of equal rows, only one is compared, because completions of a group often have the same answer.
-        ``progress`` is called with the number of rows finished since its last call.
+        """Compare the known answer of each row with the completion's; returns a verdict (score and reason) per row. Of
+        equal rows, only one is compared. ``progress`` is called with the number of rows finished since its last call.
 
         A row whose worker dies is tried once more. If a row exceeds the time or memory limit, or ends its worker twice,
         it scores 0 if the known answer alone can be parsed, and otherwise has no score. It scores 0 because a policy
@@ -170,8 +168,8 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Read from the worker process and return its verdict (score and reason). None if there is none yet or, if
-        ``failure`` is then set, the process exceeded its time limit or died."""
+        """Read from the worker process and return its verdict. None if there is none yet or, if ``failure`` is then
+        set, the process exceeded its time limit or died."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
         if not wait([self.stdout.fileno()], 0):
             self.stop()
@@ -200,8 +198,7 @@ class _Worker:
 
 
 def _due(workers: list[_Worker]) -> list[_Worker]:
-    """Wait until at least one worker has sent a verdict, has died or has exceeded its time limit; returns all such
-    workers."""
+    """Wait until workers have sent a verdict, have died or have exceeded their limit; returns all such workers."""
     patience = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
     readable = wait([worker.stdout.fileno() for worker in workers], min(patience, START_LIMIT))
     now = time.monotonic()

@@ -1,8 +1,5 @@
 """Run a worker process of ``rewards/verifier.py``: for each JSON line on standard input (known answer, completion's
-answer, time limit), print one JSON line with the verdict (score and reason).
-
-The process imports no module that imports torch, so it starts in half a second and does not use a GPU.
-"""
+answer, time limit), print one with the verdict. It imports no torch, so it starts in half a second without a GPU."""
 
 import json
 import os
@@ -15,8 +12,7 @@ HEAVY = 2**30  # bytes of resident memory; with more, a verdict may be wrong, be
 
 
 def main() -> None:
-    """Compare pairs of answers until standard input ends. If a comparison takes longer than its time limit, the signal
-    SIGPROF ends the process."""
+    """Compare answers until standard input ends. At the time limit of a comparison, SIGPROF ends the process."""
     # On Ctrl-C, the trainer closes this process's standard input, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
