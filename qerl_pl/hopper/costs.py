@@ -1,12 +1,10 @@
-"""Constants of an NVIDIA H200 (132 SMs, 1.755 GHz), such as the time to start a cluster of thread blocks and the number
-of clusters that run at the same time. By them the CUDA kernels of this project choose how to divide their work among
-thread blocks (their schedules).
+"""Constants of an NVIDIA H200 (132 SMs, 1.755 GHz), by which the CUDA kernels of this project choose how to divide
+their work among thread blocks (their schedules).
 
-No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. The
-numbers decide which of several correct schedules of a kernel runs, and therefore only its speed. Each constant is
-either measured again by ``python -m tests.bench.bench_constants``, or is a threshold between two alternatives, set
-where the benchmark named in its description found both equally fast. ``docs/kernels.md`` says how to fit them to
-another GPU of compute capability 9.0.
+No kernel can be timed while a CUDA graph is captured, so a schedule is chosen by arithmetic over these numbers. They
+decide only the speed of a kernel. Each constant is either measured again by ``python -m tests.bench.bench_constants``,
+or is a threshold between two alternatives, set where the benchmark named in its description found both equally fast.
+``docs/kernels.md`` says how to fit them to another GPU of compute capability 9.0.
 
 The decode GEMM (``nvfp4_decode``) and the batch GEMM (``nvfp4_batch``) multiply by NVFP4 weights, for few and for many
 tokens. A linear layer is wide if it has more than ``WIDE`` blocks of 256 outputs, and narrow otherwise. Letters: K
@@ -21,33 +19,29 @@ SMS, CLOCK_HZ = 132, 1.755e9
 # H100, which `bench_batch` repeats: each chosen schedule was the fastest of those measured or within 9 % of it.
 K_BLOCK_CYCLES = {64: 48, 96: 61, 128: 74, 256: 130}
 """Clock cycles that an SM needs to multiply one k-block (16 inputs) of one tile (64 outputs), by the number of tokens
-per thread block. ``bench_constants`` fits these numbers and ``BLOCK_S`` to the times of one wave of thread blocks with
-several numbers of inputs. At its power limit, an H100 needs 16 to 21 cycles more, so thread blocks of 256 tokens are
-then better than predicted."""
+per thread block, fitted with ``BLOCK_S`` by ``bench_constants``. At its power limit, an H100 needs 16 to 21 cycles
+more, so thread blocks of 256 tokens are then better than predicted."""
 TWO_TILES = 1.2
-"""Factor of the time per tile (``K_BLOCK_CYCLES``) in thread blocks of two tiles of 64 outputs and at most 128 tokens,
-whose two warpgroups cannot keep the tensor cores busy. Measured as the slope of the batch GEMM's time over the number
-of inputs with two tiles, divided by that with more tiles."""
+"""Factor of ``K_BLOCK_CYCLES`` in thread blocks of two tiles and at most 128 tokens, whose two warpgroups cannot keep
+the tensor cores busy: the ratio of the slopes of the batch GEMM's time over the inputs with two and with more tiles."""
 LONE_TILE = 1.5
 """Time of a thread block of one tile (64 outputs), divided by the time per tile of a thread block of two tiles.
 Measured with 256 tokens, as the slope of the batch GEMM's time over the number of inputs with one tile, divided by half
 of the slope with two. The same value is assumed for fewer tokens, where thread blocks of one tile were never the
 fastest."""
 BLOCK_S = 3e-6
-"""Seconds that a thread block of the batch GEMM takes in addition to its matrix products: to start, to fill the
-pipeline, and to store its results."""
+"""Seconds that a thread block of the batch GEMM takes to start, to fill the pipeline, and to store its results."""
 CLUSTER_S, SUMS_S = 1e-6, 4e-6
 """Seconds that the batch GEMM takes longer if K is split among the thread blocks of clusters: ``CLUSTER_S`` to start a
 cluster instead of single thread blocks, and the share (splits - 1) / splits of ``SUMS_S`` to add up the fp32 sums of
 256 outputs x 128 tokens over ``splits`` thread blocks. Solved from the times of equal work in 2 and in 8 splits."""
 RESIDENT_CLUSTERS = {1: 132, 2: 60, 3: 36, 4: 30, 5: 20, 6: 14, 7: 14, 8: 14}
 """Number of clusters that run at the same time according to the driver (``cuOccupancyMaxActiveClusters``), by thread
-blocks per cluster, with one thread block per SM. For some sizes more clusters run in fact, see
-``CONCURRENT_CLUSTERS``."""
+blocks per cluster, with one thread block per SM."""
 CONCURRENT_CLUSTERS = {**RESIDENT_CLUSTERS, 2: 66, 8: 15}
-"""Number of clusters that were measured to run at the same time, by thread blocks per cluster. The measurements are a
-sweep of `bench_layer` at commit 443f568, in which a second kernel's clusters fill SMs that the first kernel leaves
-idle, and the time of 64 clusters of two thread blocks on an H100."""
+"""Number of clusters that were measured to run at the same time, by thread blocks per cluster, in a sweep of
+`bench_layer` at commit 443f568, in which a second kernel's clusters fill SMs that the first kernel leaves idle, and by
+the time of 64 clusters of two thread blocks on an H100."""
 ADAPTER_S = {(128, 5): 2.5e-6, (256, 2): 2.5e-6}
 """Extra seconds of the batch GEMM if it also adds a LoRA adapter's product h B^T, by (tokens, tiles) of a thread block;
 0 for all others. With 128 x 5, few registers are free, so less of B and h is loaded at a time; with 256 x 2, a thread
@@ -84,24 +78,22 @@ FETCHED_AHEAD = 8 * 2**20
 """Largest number of bytes of the next linear layer's weight that the decode GEMM prefetches to L2, which has 50 MiB.
 
 From a sweep of 0 to 32 MiB over layers of Qwen2.5-3B to 32B on an H200 with 8 to 32 tokens: 4 MiB are best, and 8 MiB
-up to 1 % slower. In an engine, attention, which reads little memory, leaves more time between the layers than in the
-sweep, so 8 MiB are used. In a 7B engine on an H100, decoding steps of 1 and 8 sequences take 2 % less time than with 0
-bytes, and those of 32 sequences as long.
+up to 1 % slower. In an engine, attention leaves more time between the layers, so 8 MiB are used: in a 7B engine on an
+H100, decoding steps of 1 and 8 sequences take 2 % less time than with 0 bytes, and those of 32 sequences as long.
 """
 
 # Fused LoRA (lora_hopper): sweeps of `bench_layer` over Qwen2.5-3B to 32B at commits d14877c and 443f568.
 SHRINK_TILE_S = {1: (4e-6, 0.55e-9), 2: (4e-6, 0.6e-9), 3: (4.2e-6, 0.9e-9)}
 """Seconds that the product h = x A^T of one tile of tokens takes while a base GEMM runs, by the number of linear layers
-that are fused into one (such as q, k and v): a constant, and seconds per input. ``bench_constants`` fits both with no
-other kernel running, which gives a lower bound."""
+that are fused into one: a constant, and seconds per input. ``bench_constants`` fits a lower bound of both."""
 IN_TIME, TOO_LATE = 0.8, 1.1
-"""Bounds on the time that h = x A^T of a LoRA adapter takes, as a share of the time until the base layer's GEMM first
-needs h. Below ``IN_TIME``, more thread blocks for h gain nothing; above ``TOO_LATE``, adding the adapter after the GEMM
-is faster. Thresholds from `bench_layer`, ``together`` against ``apart``."""
+"""Bounds on the time of h = x A^T, as a share of the time until the base layer's GEMM first needs h. Below ``IN_TIME``,
+more thread blocks for h gain nothing; above ``TOO_LATE``, adding the adapter after the GEMM is faster. Thresholds from
+`bench_layer`, ``together`` against ``apart``."""
 WIDE_OUTPUTS, WIDE_TOKENS = range(16384, 40961), 16
-"""Numbers of outputs N for which it pays to fuse the adapter into the GEMM although the GEMM leaves no SM idle, and the
-number of tokens per tile of h = x A^T for such N; all tiles of h are then computed at the same time. With more outputs,
-thread blocks of the base GEMM would wait for an SM. Threshold from `bench_layer`."""
+"""Numbers of outputs N for which it pays to fuse the adapter into the GEMM although it leaves no SM idle, and the
+tokens per tile of h = x A^T, with which all tiles of h are computed at the same time. With more outputs, thread blocks
+of the base GEMM would wait for an SM. Threshold from `bench_layer`."""
 
 # Speculation (draft_guard).
 VERIFICATION = {
@@ -112,7 +104,6 @@ VERIFICATION = {
     32: {1: 1.24, 3: 1.60},
     64: {1: 1.27},
 }
-"""Relative time of a decoding step that verifies k drafts for each of n sequences: its time divided by that of a step
-without drafts, by n and k. For a 7B model in NVFP4 and 1000 tokens of context; measured by `bench_speculation` on an
-H200. The measured ratios are up to 14 % higher than those computed from the times of the linear layers and of reading
-keys and values."""
+"""Time of a decoding step that verifies k drafts for each of n sequences, divided by that of a step without drafts, by
+n and k, for a 7B model in NVFP4 and 1000 tokens of context, by `bench_speculation` on an H200. It is up to 14 % higher
+than computed from the times of the linear layers and of reading keys and values."""

@@ -38,12 +38,11 @@ from qerl_pl.memory.settings import GRAPH_SEQUENCES
 
 @dataclass
 class Step:
-    """CUDA graphs, and the tensors that they use, for all decoding steps of one shape: one number of sequences, with
-    one number of drafted tokens per sequence."""
+    """CUDA graphs, and the tensors that they use, for all decoding steps of one shape: a number of sequences, with a
+    number of drafted tokens per sequence."""
 
     batch: InputBatch
-    """vLLM's description of a decoding step. Its tensors on the GPU have the same addresses in all steps; ``describe``
-    updates its values on the host."""
+    """vLLM's description of a step, with tensors at fixed addresses on the GPU and values updated by ``describe``."""
     inputs: torch.cuda.CUDAGraph  # writes the model's inputs, block tables and attention's schedule
     starts: torch.Tensor
     """Index of each sequence's first token in the batch; kept because ``inputs`` reads it at each replay."""
@@ -55,10 +54,9 @@ class Step:
     ``kind_of_sampling``."""
 
     def describe(self, state: BatchReqState, runner: GPUModelRunner) -> bool:
-        """Update ``batch``, vLLM's description of a decoding step, for the step whose CUDA graphs will be replayed
-        next: the ids of its sequences, their rows in vLLM's state tables, and their numbers of computed tokens. Returns
-        True if the sequences and their order are those of the previous call; their sampling options then need not be
-        read again."""
+        """Update ``batch`` for the step that will be replayed next: the ids of its sequences, their rows in vLLM's
+        state tables, and their numbers of computed tokens. Returns whether the sequences and their order are those of
+        the previous call, so that their sampling options need not be read again."""
         batch, rows = self.batch, state.idx_mapping_np
         if not (same := np.array_equal(batch.idx_mapping_np, rows)):
             async_tensor_h2d(rows, out=batch.idx_mapping)
@@ -71,13 +69,13 @@ class Step:
 
 
 class DecodingGraphs:
-    """Replacements of methods of vLLM's model runner. In a decoding step whose kernel launches have been captured, they
-    replay CUDA graphs; in any other step, they call vLLM's methods.
+    """Replacements of methods of vLLM's model runner, which replay CUDA graphs in a decoding step whose kernel launches
+    have been captured, and call vLLM's methods in any other step.
 
     The first step with a new number of sequences is launched by vLLM, which compiles the kernels; then the same
-    launches are captured. All graphs are replayed in order on vLLM's stream, so graphs for different numbers of
-    sequences share memory. vLLM copies the sampled tokens of each step to the host on another stream. The next step
-    writes its sampled tokens to the same addresses, so its sampling graph waits until this copy has ended.
+    launches are captured. All graphs are replayed in order on vLLM's stream, so they share memory. vLLM copies the
+    sampled tokens of each step to the host on another stream, and the next sampling graph, which writes to the same
+    addresses, waits for this copy.
     """
 
     def __init__(self, runner: GPUModelRunner) -> None:
@@ -97,11 +95,10 @@ class DecodingGraphs:
         self.step: Step | None = None
         """The graphs of the running step; None if its inputs were written without a graph."""
         self.uncaptured: tuple[InputBatch, BatchExecutionDescriptor] | None = None
-        """Batch of the running step and vLLM's descriptor of its graph, if vLLM has written the step's inputs without a
-        graph; ``sample`` then captures the same launches."""
+        """Batch of the running step and vLLM's descriptor of its graph, if its inputs were written without a graph, so
+        that ``sample`` captures the same launches."""
         self.kind: Hashable = None
-        """Value of ``kind_of_sampling`` for the running batch; None: it is not determined yet, or sampling is not
-        captured."""
+        """Value of ``kind_of_sampling`` for the running batch; None: not determined yet, or not captured."""
         self.is_updated = False
         """Whether a graph has updated the state of the running step's sequences."""
 
@@ -134,8 +131,7 @@ class DecodingGraphs:
         return self.step if self.step and batch is self.step.batch else None
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return the batch's block tables and slots in the KV cache; replaces the model runner's method of this
-        name."""
+        """Return the batch's block tables and slots; replaces the model runner's method of this name."""
         step = self.step_of(input_batch)
         return step.attention if step else self.prepare_attention_plainly(input_batch)
 
@@ -147,12 +143,10 @@ class DecodingGraphs:
     def sample(
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """Sample one token for each row of logits, by a CUDA graph if one has been captured for this decoding step.
-        Replaces the model runner's method of this name, and returns the same: the sampler's output, and for each
-        sequence the numbers of sampled and of rejected tokens.
-
-        ``hidden_states`` [tokens, hidden size], the model's output, are always at the same address, so graphs can read
-        them. ``grammar_output`` is None in steps that have graphs, so graphs need not read it.
+        """Sample one token for each row of logits, by a CUDA graph if there is one for this step. Replaces the model
+        runner's method of this name, and returns the same: the sampler's output, and for each sequence the numbers of
+        sampled and of rejected tokens. ``hidden_states`` are always at the same address, and ``grammar_output`` is None
+        in steps that have graphs.
         """
         self.is_updated = False
         step = self.step_of(input_batch)
@@ -177,9 +171,9 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
-        """Capture, as CUDA graphs, the kernel launches that vLLM has just made for the current decoding step, so that
-        later steps of the same shape and sampling options replay them. If GPU memory runs out, no graph is kept and
-        torch's cached memory is freed, which torch cannot do during a capture; the next such step tries again."""
+        """Capture the kernel launches that vLLM has just made for the current decoding step. If GPU memory runs out, no
+        graph is kept and torch's cached memory is freed, which torch cannot do during a capture; the next such step
+        tries again."""
         try:
             step = self.step
             if self.uncaptured:
@@ -191,10 +185,8 @@ class DecodingGraphs:
             torch.cuda.empty_cache()
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
-        """Capture the kernel launches that write the model's inputs for decoding steps with as many sequences and
-        drafted tokens as ``batch``; return the graph with the tensors that it uses. The graph finds the sequences in
-        vLLM's state tables by a tensor of row indices of its own, which ``Step.describe`` updates before each
-        replay."""
+        """Capture the launches that write the model's inputs for decoding steps of the shape of ``batch``. The graph
+        finds the sequences in vLLM's state tables by row indices of its own, which ``Step.describe`` updates."""
         runner, buffers, states = self.runner, self.runner.input_buffers, self.runner.req_states
         rows, starts = batch.idx_mapping.clone(), buffers.query_start_loc.clone()
         with self.capturing(self.input_memory) as graph:
@@ -223,8 +215,7 @@ class DecodingGraphs:
         return Step(ours, graph, starts, attention, metadata, {})
 
     def capture_sampling(self, hidden_states: torch.Tensor, batch: InputBatch) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture the launches that compute logits, sample tokens, compute log-probabilities and update the sequences'
-        state."""
+        """Capture the launches that compute logits, sample, and update the sequences' state."""
         with self.capturing(self.sampling_memory) as graph:
             sampled = self.sample_plainly(hidden_states, batch, None)
             output, num_sampled, num_rejected = sampled
@@ -234,8 +225,8 @@ class DecodingGraphs:
 
     @contextmanager
     def capturing(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-        """Capture what is launched within the context as a CUDA graph, without running it. Unlike ``torch.cuda.graph``,
-        this does not wait for the GPU."""
+        """Capture what is launched within the context, without running it or, as ``torch.cuda.graph`` does, waiting for
+        the GPU."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -247,15 +238,14 @@ class DecodingGraphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the CUDA stream on which all engines of a process capture graphs. All engines share this stream, because
-    torch keeps a cuBLAS workspace of 32 MiB (on Hopper) for each stream on which graphs are captured."""
+    """Return the CUDA stream on which all engines of a process capture graphs; torch keeps a cuBLAS workspace of 32 MiB
+    (on Hopper) for each such stream."""
     return torch.cuda.Stream(device)
 
 
 def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
-    """Return whether the kernel launches of a step can be captured as CUDA graphs: all of its sequences decode (none
-    computes a prompt), with equally many drafted tokens, it has at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the
-    model's decoder blocks as one CUDA graph."""
+    """Return whether the launches of a step can be captured: all of its sequences decode, with equally many drafted
+    tokens, it has at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the decoder blocks as one CUDA graph."""
     drafts, num = state.num_draft_tokens_np, len(state.req_ids)
     if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
         return False
@@ -265,10 +255,9 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
 
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
-    """Return a key that is equal for two decoding steps if vLLM's sampler launches the same kernels in both, so that
-    they can replay the same CUDA graph. ``rows`` are the indices of a step's sequences in the tables in which vLLM
-    keeps sampling options per sequence. Returns None, which means that the sampler is not captured, if a sequence uses
-    another option than temperature and log-probabilities, such as top-p."""
+    """Return a key that is equal for two decoding steps if vLLM's sampler launches the same kernels in both; None, for
+    which nothing is captured, if a sequence uses another option than temperature and log-probabilities. ``rows`` are
+    the indices of the sequences in vLLM's tables of sampling options."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]
@@ -287,8 +276,8 @@ def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
 
 
 def use_graphs(worker: WorkerBase) -> None:
-    """Make vLLM run decoding steps entirely as CUDA graphs from now on. Nothing changes if the worker does not use
-    vLLM's model runner V2, or if not all blocks of the model compute attention by FlashAttention."""
+    """Make vLLM run decoding steps entirely as CUDA graphs, unless the worker does not use vLLM's model runner V2 or
+    not all blocks of the model compute attention by FlashAttention."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:
         return

@@ -1,7 +1,4 @@
-"""Triton kernel that dequantises NVFP4 weights in tile order (``tile_order.py``).
-
-Letters: N outputs, K inputs.
-"""
+"""Triton kernel that dequantises NVFP4 weights in tile order (``tile_order.py``). Letters: N outputs, K inputs."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
 # Triton's type hints do not have its launch options and scalars.
@@ -16,11 +13,10 @@ BLOCKS, WARPS = 8, 4  # k-blocks of one tile, and warps, per program
 
 
 def dequantize_tiles(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight, stored in the layout that this project's CUDA kernels read (``tile_order.py``), to
-    [N, K] of ``dtype``, for N outputs and K inputs. ``codes`` [K / 16, 2 N] int32 have eight 4-bit codes per word;
-    ``block_scale`` [K / 16, N] are E4M3 bits, and ``global_scale`` multiplies all values. The first two may be views of
-    the columns of some outputs of a larger weight. A Triton program reads 512 contiguous bytes of codes per 16 inputs,
-    and writes 64 rows of 128 values."""
+    """Dequantise an NVFP4 weight in tile order to [N, K] of ``dtype``. ``codes`` [K / 16, 2 N] int32 have eight 4-bit
+    codes per word; ``block_scale`` [K / 16, N] are E4M3 bits, and ``global_scale`` multiplies all values. The first two
+    may be views of the columns of some outputs. A program reads 512 contiguous bytes of codes per 16 inputs, and writes
+    64 rows of 128 values."""
     assert codes.stride(1) == block_scale.stride(1) == 1, (codes.stride(), block_scale.stride())
     (blocks, rows), columns = block_scale.shape, 16 * block_scale.shape[0]
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)

@@ -18,15 +18,14 @@ from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 
 CLASSES = tuple(number for number in VERIFICATION if number <= DRAFTS_BY_SEQUENCES[-1][0])
-"""Classes of decoding steps, each given by the largest number of sequences in its steps; drafts and tokens are counted
-per class."""
+"""Classes of decoding steps, each given by the largest number of sequences in its steps."""
 KNOWN = 512
-"""Smallest number of verifications (of one sequence's drafts in one step) at which a class of decoding steps may lose
-its drafts; with fewer, the mean number of tokens per verification is too uncertain."""
+"""Smallest number of verifications at which a class of decoding steps may lose its drafts; with fewer, the mean number
+of tokens per verification is too uncertain."""
 
 
 def by_class(counts: DraftCounts) -> list[list[int]]:
-    """Add up the counts of one rollout, which are by number of sequences, within each class of ``CLASSES``."""
+    """Add up the counts of one rollout, by number of sequences, within each class of ``CLASSES``."""
     rows, before = [], 0
     for last in CLASSES:
         numbers = range(before + 1, last + 1)
@@ -48,9 +47,8 @@ def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -
 
 
 def drafts_by_sequences(history: Sequence[Sequence[int]], max_num_seqs: int) -> list[int]:
-    """Decide how many tokens are drafted for each sequence of a decoding step, from ``history``, the sums of the counts
-    of earlier rollouts that ``remembered`` returns. Returns a list whose entry n is the number of drafts per sequence
-    in steps with n sequences, for n from 0 to ``max_num_seqs``."""
+    """Decide how many tokens are drafted for each sequence of a decoding step, from the sums that ``remembered``
+    returns. Entry n of the result is for steps with n sequences, from 0 to ``max_num_seqs``."""
     table = [0] * (max(max_num_seqs, CLASSES[-1]) + 1)
     first = 1
     for last, (_, verifications, tokens) in zip(CLASSES, history or [[0, 0, 0]] * len(CLASSES), strict=True):

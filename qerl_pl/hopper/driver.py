@@ -35,7 +35,7 @@ def is_available(device: torch.device) -> bool:
 
 
 def has_compiler() -> bool:
-    """Return whether cuda-bindings is installed and finds the compiler NVRTC, which comes in a separate package."""
+    """Return whether cuda-bindings is installed and finds the compiler NVRTC."""
     if not _has_bindings():
         return False
     try:
@@ -47,7 +47,7 @@ def has_compiler() -> bool:
 
 def compiled(kernel: Kernel) -> bytes:
     """Compile a CUDA C++ kernel to a cubin by NVRTC, which takes about a second and needs no GPU. Raises RuntimeError
-    with the compiler's log if the kernel does not compile."""
+    with the compiler's log if it fails."""
     nvrtc: Any = import_module("cuda.bindings.nvrtc")
     [program] = checked(nvrtc.nvrtcCreateProgram(_text(kernel).encode(), kernel.source.encode(), 0, [], []))
     options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"-std=c++17"]
@@ -131,8 +131,7 @@ def launch(
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """Return the values that a call of the CUDA bindings returned after its status; raise RuntimeError if the status is
-    an error."""
+    """Return the values of a call of the CUDA bindings after its status; RuntimeError if the status is an error."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error!r}")
@@ -146,8 +145,7 @@ def _cubin(kernel: Kernel) -> Future[Path]:
 
 
 def _compiled_file(kernel: Kernel) -> Path:
-    """Return the path of a kernel's cubin in Triton's cache folder; compile the kernel first if the folder does not
-    have it."""
+    """Return the path of a kernel's cubin in Triton's cache folder; compile the kernel first if it is not there."""
     from triton.runtime.cache import get_cache_manager
 
     version = checked(import_module("cuda.bindings.nvrtc").nvrtcVersion())

@@ -1,5 +1,4 @@
-"""Entry points of the folder ``qerl_pl/hopper``: functions that make vLLM faster on Hopper GPUs, by patches, NVFP4
-kernels, CUDA graphs and speculative decoding. The rollout engine calls them through ``qerl_pl.native``."""
+"""Entry points of the folder ``qerl_pl/hopper``, which the rollout engine calls through ``qerl_pl.native``."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -49,20 +48,17 @@ def loading(policy: Policy) -> Iterator[None]:
 
 
 def loader_hooks() -> Any:
-    """Return the module ``one_copy``, whose functions this project's model loader for vLLM calls, so that vLLM uses the
-    trainer's base weights instead of a second copy: ``unread`` names the weights that need not be read from the
-    checkpoint, ``lend`` gives vLLM's layers the trainer's tensors, and ``loaded`` moves the other weights to the
-    GPU."""
+    """Return the module ``one_copy``, whose functions ``unread``, ``lend`` and ``loaded`` this project's model loader
+    for vLLM calls, so that vLLM uses the trainer's base weights instead of a second copy."""
     from qerl_pl.hopper import one_copy
 
     return one_copy
 
 
 def spare(scheduler: Any) -> None:
-    """Reduce the CPU time that vLLM's scheduler takes per decoding step. Its calls to the KV-cache manager return early
-    for tokens that neither need a new block of the KV cache nor fill one: 15 of 16 tokens if a block has 16 slots. The
-    scheduler also uses faster code for decoding (``RolloutScheduler.is_lean``). Nothing changes if some layers of the
-    model are not full attention."""
+    """Reduce the CPU time of vLLM's scheduler per decoding step. Its calls to the KV-cache manager return early for
+    tokens that neither need a new block of the KV cache nor fill one, 15 of 16 if a block has 16 slots, and it uses
+    faster code for decoding (``RolloutScheduler.is_lean``). Nothing changes if some layers are not full attention."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len

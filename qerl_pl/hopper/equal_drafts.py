@@ -20,8 +20,8 @@ from qerl_pl.kernels.launching import launch
 
 
 def accept(sampled: Tensor, inputs: Tensor, rows: Tensor, starts: Tensor, most_drafts: int) -> tuple[Tensor, Tensor]:
-    """Verify the drafts of S sequences in a decoding step: take the tokens that were sampled for each sequence, up to
-    and including the first one that differs from the draft at its position.
+    """Take the tokens that were sampled for each of S sequences, up to and including the first one that differs from
+    the draft at its position.
 
     Args:
         sampled: [R] int64, the token sampled in each row of logits.

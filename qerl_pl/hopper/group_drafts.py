@@ -1,11 +1,9 @@
-"""Triton kernels that draft tokens for speculative decoding without a draft model. For each sequence, they look for an
-earlier occurrence of its last tokens, in the sequence itself or in other completions of its prompt, and propose the
-tokens that follow this occurrence.
+"""Triton kernels that draft tokens for speculative decoding without a draft model: the tokens that follow an earlier
+occurrence of a sequence's last tokens, in the sequence itself or in other completions of its prompt.
 
-The tokens of all sequences are in one tensor, with a row for each sequence. The first kernel searches each row in
-blocks of 256 positions, and finds the longest match in each block. The second kernel takes the best of all matches for
-a sequence and copies the tokens that follow it. Drafts use no random numbers and no clock, and do not depend on the
-order of the rows, so equal calls give equal drafts.
+The tokens of all sequences are in one tensor, with a row for each sequence. The first kernel finds the longest match in
+each block of 256 positions of each row. The second takes the best of all and copies the tokens that follow it. Drafts
+use no random numbers and no clock, and do not depend on the order of the rows, so equal calls give equal drafts.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -70,10 +68,9 @@ def _match_kernel(
     POSITION: tl.constexpr,
     COLUMN: tl.constexpr,
 ):
-    """Find the best occurrence of a sequence's last tokens in ``BLOCK`` positions of one other row of the tensor of
-    tokens (or of its own), and write the occurrence as one integer. The integer is made of the number of matching
-    tokens, the position of the last of them, and the place of the row in ``candidates`` (lower is better), such that
-    the best occurrence of all has the largest integer. 0 means that nothing matches."""
+    """Find the best occurrence of a sequence's last tokens in ``BLOCK`` positions of one row, and write it as one
+    integer, the larger the better: the number of matching tokens, the position of the last of them, and the place of
+    the row in ``candidates`` (lower is better). 0 means that nothing matches."""
     sequence, column, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place = (sequence * columns + column) * tl.num_programs(2) + block
     row = tl.load(rows + sequence)

@@ -37,9 +37,9 @@ _KEPT = tl.constexpr(0x81C081C0 - 2**32)
 
 
 class Rows(NamedTuple):
-    """Rows (pairs of a token and an expert chosen for it) by expert, in lists called slots. There is one slot per
-    expert. If there are fewer rows than experts, there is one slot per row instead: the slot of an expert's first row
-    then lists all rows of this expert, and the slots of its other rows are empty."""
+    """Rows (pairs of a token and an expert chosen for it) by expert, in lists called slots: one per expert or, if there
+    are fewer rows than experts, one per row. The slot of an expert's first row then lists all of its rows, and the
+    slots of its other rows are empty."""
 
     expert: Tensor
     """[slots] int32, the expert of each slot."""
@@ -65,9 +65,8 @@ class Tile(NamedTuple):
 
 
 def choose_tile(num_rows: int, num_experts: int) -> Tile:
-    """Choose the tile, the part of the product that a thread block computes at a time, for ``num_rows`` rows that are
-    divided among ``num_experts`` experts. Most experts' rows fit into one tile of the chosen size, because the weights
-    of an expert are read once for each of its tiles."""
+    """Choose the part of the product that a thread block computes at a time, such that the rows of most experts fit
+    into one tile, because the weights of an expert are read once for each of its tiles."""
     average = num_rows / num_experts
     if num_rows <= num_experts // 4:  # so few thread blocks have rows that smaller ones are needed to use every SM
         return Tile(16, 64)
@@ -77,9 +76,9 @@ def choose_tile(num_rows: int, num_experts: int) -> Tile:
 
 
 def find_rows(ids: Tensor, num_experts: int) -> Rows:
-    """Find the rows that each expert computes, for ``multiply``. ``ids`` [T, k], contiguous integers, are the experts
-    chosen for each token; row t k + j is token t with its j-th expert. Rows whose expert is negative or at least
-    ``num_experts`` are left out."""
+    """Find the rows that each expert computes. ``ids`` [T, k], contiguous integers, are the experts chosen for each
+    token; row t k + j is token t with its j-th expert. Rows whose expert is negative or at least ``num_experts`` are
+    left out."""
     if ids.ndim != 2 or not ids.is_contiguous() or ids.is_floating_point():
         raise ValueError(f"ids: {ids.dtype} {tuple(ids.shape)}; expected contiguous integers [T, k]")
     num_rows = ids.numel()
@@ -102,9 +101,8 @@ def multiply(
     tile: Tile | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each of S rows (a token together with one of its k experts) by the weight of the row's expert: y = x
-    W^T, [S, N] in the dtype of x. Sums are fp32, and rounded once. Rows whose expert's index is not in [0, E), which
-    ``find_rows`` left out, are undefined in y.
+    """Multiply each of S rows by the weight of the row's expert: y = x W^T, [S, N] in the dtype of x. Sums are fp32,
+    and rounded once. Rows that ``find_rows`` left out are undefined in y.
 
     Args:
         x: [T, K] or [S, K], inputs of each token or of each row; bf16, or fp32 in Triton's interpreter.
@@ -277,10 +275,9 @@ def _columns_of_x(tile):
 
 @triton.jit
 def _unpack(words, scales, ASM: tl.constexpr):
-    """Dequantise a tile of NVFP4 weights. ``words`` [N, K / 8] int32 have eight 4-bit codes each, and ``scales`` [N, K
-    / 16] uint8 are the bits of the E4M3 block scales. Returns 2^-14 times the weights, without the tensor scale: [N, K]
-    bf16 if ``ASM`` (use inline PTX, on a GPU), else fp32, with the columns in the order in which ``_columns_of_x`` puts
-    those of x."""
+    """Dequantise a tile of NVFP4 weights, words [N, K / 8] int32 and the bits of E4M3 block scales [N, K / 16] uint8.
+    Returns 2^-14 times the weights, without the tensor scale, [N, K] bf16 if ``ASM`` (inline PTX, on a GPU), else fp32,
+    with the columns in the order of ``_columns_of_x``."""
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     GROUPS: tl.constexpr = WORDS // 16

@@ -42,8 +42,7 @@ class Update(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """Arguments with which the decode GEMM computes a LoRA adapter's product and adds it to its output;
-    ``fits_adapter`` must hold."""
+    """Arguments with which the decode GEMM computes and adds a LoRA adapter that ``fits_adapter`` accepts."""
 
     a: Sequence[Tensor]  # one [R, K] bf16 for each slice, contiguous
     b: Sequence[Tensor]  # one [n, R] bf16 for each slice, contiguous
@@ -55,21 +54,19 @@ class Schedule(NamedTuple):
 
     tokens: int  # tokens per tile of h = x A^T; a thread block computes one tile at a time
     clusters: int
-    """Clusters of thread blocks per 32 ranks of the adapter; each computes its share of the tiles of tokens one after
-    another."""
+    """Clusters of thread blocks per 32 ranks; each computes its share of the tiles of tokens one after another."""
 
 
 class SpareSMs(NamedTuple):
-    """Number of SMs that the first wave of thread blocks of a base layer's GEMM (``nvfp4_batch``) leaves idle, and the
-    time that the kernel ``shrink`` has to compute h = x A^T of the layer's LoRA adapter on them."""
+    """Number of SMs that the first wave of thread blocks of a base layer's GEMM leaves idle, and the time that
+    ``shrink`` has on them."""
 
     sms: int
     seconds: float  # predicted seconds from the start of the base GEMM until h is needed
 
 
 def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Return whether the GEMM kernels can add a LoRA adapter with matrices ``a`` ([R, K] per slice) and ``b`` ([n, R]
-    per slice)."""
+    """Return whether the GEMM kernels can add a LoRA adapter with an A [R, K] and a B [n, R] per slice."""
     rank, inputs = a[0].shape
     return (
         len(a) <= MOST_SLICES
@@ -81,9 +78,8 @@ def fits_adapter(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], spare: SpareSMs) -> Schedule | None:
-    """Choose how the kernel ``shrink``, which computes h = x A^T for a LoRA adapter, is divided among thread blocks,
-    given the SMs that the base layer's GEMM (``nvfp4_batch``) leaves idle. ``a`` and ``b`` have one A [R, K] and one B
-    [n, R] for each of the layers that are fused into one. Returns None if the adapter cannot be fused into the GEMM, or
+    """Choose how ``shrink`` is divided among thread blocks, given the SMs that the base layer's GEMM (``nvfp4_batch``)
+    leaves idle, for an A [R, K] and a B [n, R] per slice. Returns None if the adapter cannot be fused into the GEMM, or
     if adding it after the GEMM is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or not fits_adapter(a, b):
         return None
@@ -107,8 +103,7 @@ def choose_schedule(num_tokens: int, a: Sequence[Tensor], b: Sequence[Tensor], s
 
 @cache
 def kernel(tokens: int, slices: int) -> driver.Kernel:
-    """Return the instance of the template of the kernel ``shrink`` for a number of tokens per tile and a number of
-    slices."""
+    """Return the instance of ``shrink`` for a number of tokens per tile and of slices."""
     name, threads = f"lora_shrink_{tokens}_{slices}", slices * SLICE_THREADS
     chunks = CHUNKS_IN_FLIGHT[slices][tokens]
     code = f"""
@@ -127,9 +122,8 @@ def all_kernels() -> list[driver.Kernel]:
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], indices: Tensor, schedule: Schedule) -> Tensor:
-    """Compute the first product of a LoRA adapter, h = x A^T, [slices, T, R] bf16, rounded once, from x [T, K] and a
-    contiguous A [R, K] bf16 for each slice of a fused linear layer (such as q, k and v). h is zero for tokens whose
-    entry in ``indices``, [T] or longer, is negative.
+    """Compute h = x A^T, [slices, T, R] bf16, rounded once, from x [T, K] and a contiguous A [R, K] bf16 for each
+    slice. h is zero for tokens whose entry in ``indices``, [T] or longer, is negative.
 
     The next kernel of the stream may start before this one ends, so it must execute ``griddepcontrol.wait`` before it
     reads h. All its other inputs must be complete before this kernel starts.

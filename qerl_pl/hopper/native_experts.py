@@ -49,8 +49,8 @@ class Stacks(NamedTuple):
 
     @property
     def digest(self) -> Tensor:
-        """Checksums of the NVFP4 weights of E experts, [6 E] int64: for gate, up and down, first E sums of the bits of
-        an expert's codes, then E of its block scales (``bit_sums``)."""
+        """Checksums of the weights of E experts, [6 E] int64: for gate, up and down, E of codes, then E of block scales
+        (``bit_sums``)."""
         return bit_sums(tensor for stack in self for tensor in (stack.codes, stack.block_scale))
 
 
@@ -78,9 +78,8 @@ class Adopted(NamedTuple):
 
 
 class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
-    """Class with which vLLM computes the experts of MoE layers, from NVFP4 weights in the layout in which the trainer
-    stores them. LoRA adapters of experts are added by vLLM's kernels or, if vLLM has one adapter slot, by
-    ``OneAdapterKernels``: by this project's kernels for few tokens, by vLLM's for more."""
+    """Class with which vLLM computes experts from NVFP4 weights in the trainer's layout. vLLM's kernels or, with one
+    adapter slot, ``OneAdapterKernels`` add LoRA adapters."""
 
     stacks: Stacks
     """The weights; ``install`` sets them. vLLM's arguments ``w1`` and ``w2`` only tell shapes."""
@@ -128,8 +127,7 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
         expert_tokens_meta: modular.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Compute, with the trainer's weights, the output of an MoE layer for T tokens ``hidden_states`` [T, H] with
-        hidden size H, and write it to ``output`` [T, H]: for each token, the sum of the outputs of its k experts
+        """Write to ``output`` [T, H] for T tokens ``hidden_states`` [T, H] the sum of the outputs of the experts
         ``topk_ids`` [T, k], weighted by ``topk_weights`` [T, k] fp32."""
         from qerl_pl.hopper.grouped_nvfp4 import find_rows, multiply  # Triton's kernels, which only a run needs
 
@@ -156,9 +154,8 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
 
 
 def stack_of(linears: Sequence[FrozenLinear]) -> PackedWeight | None:
-    """Return the weights of one linear layer (gate, up or down) of all experts of an MoE layer as one stacked weight
-    that shares the memory of ``linears``, the trainer's layers in the order of the experts. Returns None if they are
-    not in NVFP4, or do not follow each other in memory."""
+    """Return the weights of one linear layer of all experts as one stacked weight in the memory of ``linears``, the
+    trainer's layers in the order of the experts; None if they are not in NVFP4, or do not follow each other."""
     codes = _stacked([linear.codes for linear in linears])
     scales = _stacked([linear.block_scale for linear in linears])
     if codes is None or scales is None or any(linear.fmt is not NVFP4 for linear in linears):
@@ -167,8 +164,8 @@ def stack_of(linears: Sequence[FrozenLinear]) -> PackedWeight | None:
 
 
 def lent_layers(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[tuple[str, Any, Stacks]]:
-    """Find the MoE layers of vLLM's model that can use the trainer's weights. Yields, for each, the name of the module
-    that contains the experts in the trainer's model, vLLM's layer, and the trainer's weights."""
+    """Yield the MoE layers of vLLM's model that can use the trainer's weights: the trainer's name of the experts'
+    module, vLLM's layer, and the weights."""
     for parent, layer in expert_layers(model):
         names = [[f"{parent}.{expert}.{part}" for expert in range(layer.moe_config.num_experts)] for part in PARTS]
         if is_supported(layer) and all(name in linears for group in names for name in group):
@@ -178,9 +175,8 @@ def lent_layers(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterat
 
 
 def is_supported(layer: RoutedExperts) -> bool:
-    """Return whether ``NativeExperts`` can compute an MoE layer of vLLM's model: the layer is read from a checkpoint in
-    the format of compressed-tensors, has NVFP4 weights, 16-bit activations and SwiGLU, and is not divided among
-    GPUs."""
+    """Return whether ``NativeExperts`` can compute an MoE layer: it has the format of compressed-tensors, NVFP4
+    weights, 16-bit activations and SwiGLU, and is not divided among GPUs."""
     method, config = layer.quant_method, layer.moe_config
     if type(method) is not with_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod:
         return False
@@ -190,16 +186,14 @@ def is_supported(layer: RoutedExperts) -> bool:
 
 
 def unread(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> set[str]:
-    """Return the names of the modules of the trainer's model whose experts vLLM need not read from the checkpoint
-    (4-bit codes and block scales), because it will use the trainer's memory."""
+    """Return the trainer's names of the modules whose experts vLLM need not read from the checkpoint."""
     return {parent for parent, _, _ in lent_layers(model, linears)}
 
 
 def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Collection[str]) -> None:
-    """Store, in each MoE layer of vLLM's model whose experts vLLM has not read from the checkpoint, a reference to the
-    trainer's weights, which ``install`` uses later. ``unread`` has the names (``Fused.name``) of the linear layers that
-    vLLM has not read. Their parameters become placeholders on the GPU that take no memory, so that vLLM has nothing to
-    copy to the GPU."""
+    """Store, in each MoE layer whose experts are in ``unread`` (names of ``Fused.name``), a reference to the trainer's
+    weights for ``install``. The layer's parameters become placeholders on the GPU that take no memory, so that vLLM has
+    nothing to copy to the GPU."""
     for parent, layer, stacks in lent_layers(model, linears):
         if f"{parent}.0.down_proj" in unread:
             layer.trainers_experts = stacks
@@ -208,10 +202,9 @@ def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Colle
 
 
 def install(method: Any, layer: Any) -> bool:
-    """Replace vLLM's kernel for the experts of an MoE layer by ``NativeExperts``, which reads the trainer's weights,
-    and free the weights that vLLM has allocated for the layer. Called in place of vLLM's conversion of the layer's
-    weights. Returns False, and changes nothing, if ``lend`` has not given the trainer's weights to the layer; vLLM then
-    converts its own weights.
+    """Replace vLLM's kernel for the experts of an MoE layer by ``NativeExperts``, and free the weights that vLLM has
+    allocated; called in place of vLLM's conversion of the weights. Returns False, and changes nothing, if ``lend`` has
+    given the layer no weights; vLLM then converts its own.
 
     The trainer's tensors become parameters of the layer, so that ``rollout.vllm.memory.free`` drops these references
     when the engine ends, as it does for linear layers.
@@ -247,8 +240,8 @@ def install(method: Any, layer: Any) -> bool:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """View tensors that follow each other in memory as one tensor with a further first dimension; None if they do not,
-    or if their shapes or dtypes differ."""
+    """View tensors of one shape and dtype that follow each other in memory as one stacked tensor; None if they do
+    not."""
     first = tensors[0]
     for number, tensor in enumerate(tensors):
         place = first.data_ptr() + number * first.nbytes
@@ -260,5 +253,5 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor whose elements share the memory of a single one, for parameters of vLLM that are not read."""
+    """Return a tensor whose elements share the memory of one, for parameters of vLLM that are not read."""
     return torch.empty(1, dtype=dtype, device=device).expand(shape)

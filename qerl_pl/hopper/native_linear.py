@@ -38,16 +38,13 @@ class Native(NamedTuple):
     as a parameter of the layer if it were an attribute of the layer itself."""
 
     next_weight: Tensor | None = None
-    """Weight of the linear layer that is computed after this one, or None; ``nvfp4_decode.decode_linear`` prefetches
-    it."""
+    """Weight of the linear layer that is computed next, or None; the decode GEMM prefetches it."""
     gated: bool = False
-    """Whether the layer is the fused gate and up of an MLP, without a bias, and its operator returns silu(gate) *
-    up."""
+    """Whether the layer is the fused gate and up of an MLP, without a bias, whose operator returns silu(gate) * up."""
 
     def fewest_unfused(self, linear: Any) -> int:
         """Return the smallest number of tokens for which a linear layer's LoRA adapter is added by separate kernels
-        after the GEMM, because that is faster or because the GEMM kernels cannot add it. For fewer tokens, the GEMM's
-        kernel adds it."""
+        after the GEMM, because that is faster or because the GEMM kernels cannot add it."""
         a, b = slots(linear.lora_a_stacked), slots(linear.lora_b_stacked)
         shape, takes = (sum(map(len, b)), a[0].shape[1]), lora_hopper.fits_adapter(a, b)
 
@@ -58,9 +55,9 @@ class Native(NamedTuple):
 
 
 class NativeLinear(NvFp4LinearKernel):
-    """Kernel class for vLLM that computes NVFP4 linear layers with 16-bit activations. After loading, a layer's weight
-    is rearranged to the layout that this project's CUDA kernels read (``tile_order``), if they support its shape. Any
-    other weight keeps the layout of checkpoints, and is dequantised in every call."""
+    """Kernel class for vLLM that computes NVFP4 linear layers with 16-bit activations. After loading, a weight is
+    rearranged to tile order if the CUDA kernels support its shape; otherwise, it keeps the layout of checkpoints and is
+    dequantised in every call."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -72,8 +69,7 @@ class NativeLinear(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Convert a layer's ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and ``weight_global_scale``
-        [] fp32, for N outputs and K inputs, to the tensors that this project's kernels read. If the trainer holds the
-        same bits in GPU memory, the layer uses the trainer's tensors, and its own are freed."""
+        [] fp32 to what this project's kernels read, or to the trainer's tensors, if these have the same bits."""
         one_copy.give(layer)
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
@@ -105,8 +101,7 @@ def make() -> NativeLinear:
 
 @cache
 def prepare(outputs: int, inputs: int, device: torch.device) -> None:
-    """Load this project's CUDA kernels for linear layers of one shape, and for their LoRA adapters, on a device.
-    Kernels that are not in Triton's cache folder are compiled first."""
+    """Load, and compile if need be, the CUDA kernels for linear layers of one shape and their LoRA adapters."""
     driver.prepare(kernels_for(outputs, inputs), device)
 
 
@@ -117,8 +112,7 @@ def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
 
 
 def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear layer and its LoRA adapter, [..., K] -> [..., N]; replaces ``_apply_sync`` of vLLM's LoRA
-    layers."""
+    """Compute a linear layer and its LoRA adapter, [..., K] -> [..., N], in place of vLLM's ``_apply_sync``."""
     layer = self.base_layer
     if not hasattr(layer, "native") or not isinstance(self.punica_wrapper, OneAdapterKernels):
         return _apply_with_adapter(self, x, bias)
@@ -126,10 +120,8 @@ def apply_with_adapter(self: Any, x: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def call(layer: Any, x: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
-    """Compute a linear layer of vLLM by this project's CUDA kernels: [..., K] -> [..., N] for K inputs and N outputs,
-    or [..., N / 2] if the layer is a fused gate and up whose kernel also computes silu(gate) * up (``Native.gated``).
-    The layer must have the attribute ``native``. ``adapter`` is empty, or has the arguments a, b, indices and no_lora
-    of ``nvfp4_linear``."""
+    """Compute a linear layer of vLLM with the attribute ``native``, [..., K] -> [..., N], or [..., N / 2] if it is
+    gated. ``adapter`` is empty, or has the arguments a, b, indices and no_lora of ``nvfp4_linear``."""
     weights = layer.weight, layer.weight_scale, layer.weight_scale_2
     y = torch.ops.qerl_pl.nvfp4_linear(
         x.reshape(-1, x.shape[-1]), *weights, bias, *layer.native, *(adapter or ([], [], None, None))
@@ -153,18 +145,15 @@ def nvfp4_linear(
     """Compute an NVFP4 linear layer and, if given, its LoRA adapter: [T, K] bf16 -> [T, N], or [T, N / 2] if it is
     gated. This is the body of a custom operator that torch.compile does not trace.
 
-    The number of tokens decides how the product is computed: for few tokens by the decode GEMM (``nvfp4_decode``), for
-    more by the batch GEMM (``nvfp4_batch``), and for the most by cuBLAS with a dequantised weight. The decode GEMM and
-    the batch GEMM also add the adapter if this is faster than separate kernels. If ``gated``, the decode GEMM also
-    computes silu(gate) * up, so that no kernel runs between it and the GEMM of ``down``; after the batch GEMM and
-    cuBLAS, vLLM's kernel computes it, with the same roundings.
+    For few tokens, the product is computed by the decode GEMM (``nvfp4_decode``), for more by the batch GEMM
+    (``nvfp4_batch``), and for the most by cuBLAS with a dequantised weight. Both GEMMs also add the adapter if this is
+    faster than separate kernels. If ``gated``, the decode GEMM also computes silu(gate) * up, so that no kernel runs
+    between it and the GEMM of ``down``; otherwise vLLM's kernel does, with the same roundings.
 
     Args:
-        x, weight, weight_scale, weight_scale_2, bias: as in ``nvfp4_decode.decode_linear``.
-        next_weight: weight of the linear layer that runs next, or None; see ``nvfp4_decode.decode_linear``.
+        x, weight, weight_scale, weight_scale_2, bias, next_weight: as in ``nvfp4_decode.decode_linear``.
         gated: whether the layer is the fused gate and up of an MLP.
-        a: one [R, K] for each part of a fused layer, such as q, k and v; empty without an adapter.
-        b: one [n, R] for each part, which has n outputs.
+        a, b: one [R, K] and one [n, R] for each part of a fused layer; empty without an adapter.
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.
     """
@@ -206,9 +195,8 @@ def _without_adapter(
 def dequantised_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Compute a linear layer with N outputs, [T, K] bf16 -> [T, N]: dequantise its NVFP4 weight to scratch memory of 2
-    N K bytes, and multiply by cuBLAS. The weight may have the layout of checkpoints or that of ``tile_order``; the bias
-    is in the order of the outputs, not in that of ``nvfp4_decode.humming_bias``."""
+    """Compute a linear layer, [T, K] bf16 -> [T, N]: dequantise its NVFP4 weight, in the layout of checkpoints or in
+    tile order, to scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in the order of the outputs."""
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 
@@ -216,9 +204,8 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose the divisions among thread blocks of the GEMM ``nvfp4_batch``, which also adds the LoRA adapter's product
-    h B^T, and of the kernel ``lora_hopper.shrink``, which computes h = x A^T. Returns None if the GEMM cannot add the
-    adapter, or if separate kernels are faster."""
+    """Choose the divisions among thread blocks of the batch GEMM and of ``lora_hopper.shrink``. Returns None if the
+    GEMM cannot add the adapter, or if separate kernels are faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None

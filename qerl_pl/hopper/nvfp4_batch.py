@@ -80,8 +80,8 @@ class Schedule(NamedTuple):
     """Number of parts into which the K inputs are divided. The thread blocks that compute these parts for the same
     outputs and tokens form a cluster."""
     blocks: int
-    """Number of thread blocks among which the outputs are divided. If K is not split, the last thread blocks may have
-    one tile of 64 outputs fewer than the others."""
+    """Number of thread blocks among which the outputs are divided. If K is not split, the last ones may have one tile
+    of 64 outputs fewer than the others."""
 
     def wide(self, outputs: int) -> int:
         """Count the thread blocks that compute as many tiles of 64 outputs as the kernel variant allows. They compute
@@ -98,9 +98,8 @@ between them uses the schedule of the next larger one."""
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int, *, fuses_lora: bool = False) -> Schedule | None:
-    """Choose how the batch GEMM (this module's kernel) divides a product among thread blocks, such that its predicted
-    time is shortest. Returns None if the kernel cannot compute the product. ``fuses_lora``: the GEMM also adds a LoRA
-    adapter."""
+    """Choose the schedule of the batch GEMM, for a product with or without a LoRA adapter, such that its predicted time
+    is shortest. Returns None if the kernel cannot compute the product."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % X_BOX_INPUTS:
         return None
     return _fastest(FULL_TILES[bisect_left(FULL_TILES, num_tokens)], outputs, inputs, fuses_lora)
@@ -120,9 +119,8 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
 
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
-    """Predict how many SMs the batch GEMM (this module's kernel) leaves idle, and for how many seconds; the kernel
-    ``lora_hopper.shrink`` can compute the LoRA adapter's h = x A^T on them. If SMs run several thread blocks one after
-    another, an SM that would finish early counts as idle from the start."""
+    """Predict how many SMs the batch GEMM leaves idle for ``lora_hopper.shrink``, and for how many seconds. If SMs run
+    several thread blocks one after another, an SM that would finish early counts as idle from the start."""
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:
@@ -195,8 +193,8 @@ def _tile_s(schedule: Schedule, inputs: int) -> float:
 
 
 def seconds(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> float:
-    """Predict the seconds that a GEMM takes on the GPU that ``costs`` describes. Returns infinity for a ``schedule``
-    that cannot run: it splits the K inputs into more parts than K has pipeline stages of ``STAGE_INPUTS`` inputs."""
+    """Predict the seconds that a GEMM takes on the GPU of ``costs``; infinity for a ``schedule`` that splits the K
+    inputs into more parts than K has pipeline stages."""
     (tokens, tiles), splits, _ = schedule
     waves = _waves(schedule, num_tokens)
     if splits == 1:
@@ -225,8 +223,7 @@ extern "C" __global__ void __launch_bounds__({variant.tiles * 128}, 1)
 
 
 def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
-    """List every instance of the batch GEMM kernel that a linear layer of this shape may need, over all numbers of
-    tokens."""
+    """List every instance of the kernel that a linear layer of this shape may need, over all numbers of tokens."""
     decoded = [most for most in FULL_TILES if most <= MOST_DECODED]
     schedules = (
         choose_schedule(most, outputs, inputs, fuses_lora=fuses) for most in decoded for fuses in (False, True)
@@ -283,9 +280,9 @@ def batch_linear(
 def _tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled_bf16: bool
 ) -> Any:
-    """Build a TMA descriptor of a 3-D tensor. The sizes of the tensor and of the ``box`` that one copy transfers are in
-    elements, the contiguous dimension first; the ``strides`` of the second and third dimension are in bytes. If
-    ``swizzled_bf16``, elements are bf16 with the 128-byte swizzle; else they have 8 bytes and no swizzle."""
+    """Build a TMA descriptor of a 3-D tensor. Sizes and ``box``, which one copy transfers, are in elements, the
+    contiguous dimension first; ``strides`` of the others are in bytes. If ``swizzled_bf16``, elements are bf16 with the
+    128-byte swizzle; else they have 8 bytes and no swizzle."""
     cuda: Any = import_module("cuda.bindings.driver")
     kinds, swizzles = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
     [tensor_map] = driver.checked(

@@ -37,8 +37,7 @@ class Variant(NamedTuple):
 
     @property
     def x_stages(self) -> int:
-        """Number of pipeline stages whose inputs x are copied together: so few that the shared memory of ``blocks``
-        thread blocks fits on an SM."""
+        """Pipeline stages whose inputs x are copied together: few enough for the shared memory of an SM."""
         return {8: 4, 16: 2}.get(self.tokens, 1)
 
     @property
@@ -56,8 +55,7 @@ class Variant(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Way to compute one GEMM: the variant of the kernel, and the number of parts into which the K inputs are
-    divided."""
+    """Variant of the kernel, and number of parts into which the K inputs are divided."""
 
     variant: Variant
     splits: int
@@ -79,14 +77,13 @@ NARROW_FULL = {8: Variant(8, 2, 4, 6, 1), 16: Variant(16, 2, 4, 6, 1), 32: Varia
 large that an SM has room for only one; with smaller ones, the SMs that are free first would get two each, and other SMs
 none."""
 HALF_STAGES = {8: WIDE_OF_8, 16: WIDE[32], 32: WIDE[32]}
-"""Variants with pipeline stages of 4 k-blocks (of 16 inputs), for K that is no multiple of 8 k-blocks, as in
-SmolLM2-135M."""
+"""Variants with pipeline stages of 4 k-blocks, for K that is no multiple of 8 k-blocks, as in SmolLM2-135M."""
 VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values(), *NARROW_FULL.values()]
 
 
 def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | None:
-    """Choose how the decode GEMM (this module's kernel) divides a linear layer's product among thread blocks. Returns
-    None if the kernel cannot compute it, or if another kernel is faster."""
+    """Choose how the decode GEMM divides a linear layer's product among thread blocks. Returns None if the kernel
+    cannot compute it, or if another kernel is faster."""
     if not 0 < num_tokens <= MOST_TOKENS or outputs % TILE or inputs % (4 * K_BLOCK):
         return None
     size, blocks = next(most for most in WIDE if num_tokens <= most), -(-outputs // BLOCK_OUTPUTS)
@@ -100,9 +97,8 @@ def choose_schedule(num_tokens: int, outputs: int, inputs: int) -> Schedule | No
 
 
 def _choose_wide(size: int, blocks: int) -> Schedule | None:
-    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has so many blocks of 256
-    outputs (``blocks``) that they fill the GPU with little or no division of the K inputs. The kernel variant is one
-    for up to ``size`` tokens. Returns None if another kernel is faster."""
+    """Choose the schedule of a layer whose ``blocks`` of 256 outputs fill the GPU with little or no division of K, for
+    up to ``size`` tokens. Returns None if another kernel is faster."""
     if size > FEW_TOKENS:
         variant = WIDE[size]
         resident = costs.SMS * variant.blocks
@@ -115,9 +111,8 @@ def _choose_wide(size: int, blocks: int) -> Schedule | None:
 
 
 def _choose_narrow(size: int, blocks: int, inputs: int) -> Schedule | None:
-    """Choose how the decode GEMM divides a linear layer among thread blocks, if the layer has few blocks of 256 outputs
-    (``blocks``), which fill the GPU only if the K inputs are divided, too. The kernel variant is one for up to ``size``
-    tokens. Returns None if another kernel is faster."""
+    """Choose the schedule of a layer with few ``blocks`` of 256 outputs, which fill the GPU only if K is divided, too,
+    for up to ``size`` tokens. Returns None if another kernel is faster."""
     if size > FEW_TOKENS:
         return None
     # Divide K into the largest number of parts with which all clusters run at the same time, one thread block per SM. A
@@ -153,8 +148,7 @@ extern "C" __global__ void __launch_bounds__({variant.threads}, {variant.blocks}
 
 
 def kernels_for(outputs: int, inputs: int) -> list[driver.Kernel]:
-    """List every instance of the decode GEMM kernel that a linear layer of this shape may need, over all numbers of
-    tokens."""
+    """List every instance of the kernel that a linear layer of this shape may need, over all numbers of tokens."""
     schedules = (choose_schedule(most, outputs, inputs) for most in WIDE)
     return [kernel(schedule.variant) for schedule in schedules if schedule]
 
@@ -222,11 +216,10 @@ def decode_linear(
 
 
 def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tensor | None, int, int, int, int]:
-    """Choose which bytes of the next GEMM's weight the ``blocks`` thread blocks of this GEMM prefetch to L2. The next
-    GEMM divides its K inputs into parts; equally many bytes from the start of the weights of each part are prefetched.
-    Returns the fields of ``Next`` in nvfp4_decode.cu: the weight, the number of parts, the bytes from the start of a
-    part to that of the next, the number of thread blocks that prefetch, and the bytes that each of them prefetches
-    (none if ``weight`` is None)."""
+    """Choose which bytes of the next GEMM's weight the ``blocks`` thread blocks of this GEMM prefetch to L2: equally
+    many from the start of each part into which the next GEMM divides K. Returns the fields of ``Next`` in
+    nvfp4_decode.cu: the weight, the number of parts, the bytes from one part to the next, the number of thread blocks
+    that prefetch, and the bytes of each."""
     if weight is None:
         return None, 1, 0, 0, 0
     k_blocks, words = weight.shape
@@ -239,6 +232,6 @@ def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tenso
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] as this project's kernels and those of the library Humming read it: of every 32 outputs n,
-    first those with n % 8 in (0, 1), then (2, 3), and so on. Applied twice, it gives the original order."""
+    """Reorder a bias [N] as the kernels, and those of the library Humming, read it: of every 32 outputs n, first those
+    with n % 8 in (0, 1), then (2, 3), and so on. Applied twice, it gives the original order."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

@@ -37,8 +37,7 @@ class Adopted(NamedTuple):
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
         """Return, as a tensor [] bool, whether a linear layer of vLLM still uses the memory of the trainer's layers
-        ``parts`` that are fused in it, and the checksums of the weights there are still those taken when the layer was
-        loaded."""
+        ``parts`` that are fused in it, and the checksums there are unchanged."""
         whole = whole_of([part.packed for part in parts])
         is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
         return (digest_of(layer) == self.digest).all() & is_shared
@@ -51,9 +50,8 @@ def digest_of(layer: Any) -> Tensor:
 
 
 def put_in_tile_order(linears: Linears) -> None:
-    """Rearrange the trainer's NVFP4 weights, in place, to the layout that this project's CUDA kernels read
-    (``tile_order``), where the kernels support a layer's shape. Weights that vLLM fuses into one matrix, such as those
-    of q, k and v, become views of one buffer. A second call changes nothing."""
+    """Rearrange the trainer's NVFP4 weights, in place, to tile order, where the kernels support a layer's shape.
+    Weights that vLLM fuses, such as those of q, k and v, become views of one buffer. A second call changes nothing."""
     for group in fused_groups(list(linears), present=linears.keys()).values():
         parts = [linears[name] for name in group]
         weights = [part.packed for part in parts]
@@ -68,9 +66,8 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Find the linear layers and experts of vLLM's model whose 4-bit codes and block scales vLLM need not read from the
-    checkpoint, because the trainer has them in GPU memory. Returns, by the name of vLLM's layer, the names of the
-    trainer's layers that are fused in it."""
+    """Return the linear layers and experts of vLLM's model whose codes and block scales vLLM need not read from the
+    checkpoint, because the trainer has them in GPU memory, with the names of the trainer's layers fused in each."""
     found = {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
@@ -166,16 +163,15 @@ def place(model: nn.Module, linears: Linears, device: torch.device) -> None:
 
 
 def tell_next_weights(model: nn.Module) -> None:
-    """Give each linear layer that this project's CUDA kernels compute a reference to the weight of the next such layer,
-    so that its kernel can prefetch that weight to L2."""
+    """Give each linear layer that the CUDA kernels compute a reference to the weight of the next, to prefetch."""
     linears: list[Any] = [module for module in model.modules() if hasattr(module, "native")]
     for linear, following in pairwise(linears):
         linear.native = linear.native._replace(next_weight=following.weight)
 
 
 def move_activations(model: nn.Module) -> None:
-    """Let the kernel of each fused gate and up also compute silu(gate) * up, and replace vLLM's activation layer of the
-    MLP, which would compute it again, by the identity."""
+    """Let the kernel of each fused gate and up also compute silu(gate) * up, and replace vLLM's activation layer by the
+    identity."""
     for mlp in model.modules():
         linear: Any = getattr(mlp, "gate_up_proj", None)
         if hasattr(linear, "native") and linear.bias is None and type(getattr(mlp, "act_fn", None)) is SiluAndMul:

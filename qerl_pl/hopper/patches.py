@@ -83,10 +83,8 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
     Cause: vLLM chooses from a fixed list of its own kernel classes, and its LoRA layers add the adapter afterwards.
     Versions: vLLM 0.32. Upstream: no issue known.
 
-    Args:
-        kernel: creates the kernel object of one linear layer.
-        update: function that computes a linear layer together with its LoRA adapter. It replaces ``_apply_sync`` of
-            vLLM's LoRA layers permanently, and calls the original for layers of other kernel classes.
+    ``kernel`` creates the kernel object of one linear layer. ``update`` computes a linear layer together with its LoRA
+    adapter; it replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for other kernel classes.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -132,9 +130,8 @@ def native_nvfp4_experts(install: Callable[[Any, Any], bool]) -> Iterator[None]:
     Cause: vLLM allocates the experts' weights on the GPU, reads them, and rearranges them for one of its own kernels.
     Versions: vLLM 0.32. Upstream: no issue known.
 
-    Args:
-        install: called with vLLM's quantisation method and each MoE layer, after loading; returns False if vLLM is to
-            convert the layer's weights itself.
+    ``install`` is called with vLLM's quantisation method and each MoE layer, after loading; it returns False if vLLM is
+    to convert the layer's weights itself.
     """
     layers = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
     method = import_module(f"{layers}.compressed_tensors_moe_w4a4_nvfp4").CompressedTensorsW4A4Nvfp4MoEMethod
@@ -163,8 +160,7 @@ def _on_host(create: Callable[..., None]) -> Callable[..., None]:
 
 
 def _nvfp4_modules() -> tuple[Any, Any]:
-    """Import the modules of vLLM that define NVFP4 linear layers: one for checkpoints of compressed-tensors, one for
-    those of ModelOpt."""
+    """Import the modules of vLLM that define NVFP4 linear layers, for compressed-tensors and for ModelOpt."""
     layers = "vllm.model_executor.layers.quantization"
     scheme = import_module(f"{layers}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4")
     return scheme, import_module(f"{layers}.modelopt")
@@ -180,9 +176,7 @@ def cache_of_unchanged_blocks(
     Cause: for each token vLLM checks whether its request needs a new block, and whether it has filled one.
     Versions: vLLM 0.32. Upstream: no issue known.
 
-    Args:
-        manager: the ``KVCacheManager`` of one engine, whose methods ``allocate_slots`` and ``cache_blocks`` are
-            replaced.
+    The methods of ``manager``, the ``KVCacheManager`` of one engine, are replaced.
     """
     replace(manager, "allocate_slots", allocate_slots, takes=("request", "num_new_tokens"))
     replace(manager, "cache_blocks", cache_blocks, takes=("request", "num_computed_tokens"))
@@ -195,9 +189,8 @@ def graphs_of_decoding_steps(runner: Any, graphs: Any) -> None:
     Cause: outside of the model's graph vLLM launches about 30 kernels per step, one after another.
     Versions: vLLM 0.32. Upstream: no issue known.
 
-    Args:
-        runner: the ``GPUModelRunner`` of one engine.
-        graphs: a ``decoding_graphs.DecodingGraphs``, whose methods replace those of the runner.
+    The methods of ``runner``, the ``GPUModelRunner`` of one engine, are replaced by those of ``graphs``, a
+    ``decoding_graphs.DecodingGraphs``.
     """
     inputs = ("scheduler_output", "batch_req_state", "batch_desc", "num_active_loras")
     updated = ("idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")

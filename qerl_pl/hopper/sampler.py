@@ -24,9 +24,8 @@ def sampled_scores(
     logits_mode: bool = False,
     **others: Any,
 ) -> LogprobsTensors:
-    """Compute the log-probabilities of T sampled tokens, and their ranks by logit, from logits [T, V] over a vocabulary
-    of V tokens. Replaces vLLM's ``compute_topk_scores``, which is still called if log-probabilities of other tokens
-    than the sampled ones are wanted."""
+    """Compute the log-probabilities of T sampled tokens, and their ranks, from logits [T, V]. Replaces vLLM's
+    ``compute_topk_scores``, which is still called if log-probabilities of other tokens are wanted."""
     if num_logprobs or max_per_req_token_ids or logits_mode:
         others |= {"max_per_req_token_ids": max_per_req_token_ids, "logits_mode": logits_mode}
         return compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)
@@ -35,9 +34,9 @@ def sampled_scores(
 
 
 def copy_if_changed(self: UvaBackedTensor, n: int | None = None) -> torch.Tensor:
-    """Copy one of vLLM's tables with the state of sequences, such as their temperatures, from the host to the GPU if it
-    has changed since the last call, and return its first n rows on the GPU. The GPU address is always the same, so that
-    CUDA graphs can read the table. Replaces ``UvaBackedTensor.copy_to_uva``."""
+    """Copy one of vLLM's tables with the state of sequences to the GPU if it has changed since the last call, always to
+    the same address, so that CUDA graphs can read it; return its first n rows there. Replaces
+    ``UvaBackedTensor.copy_to_uva``."""
     copied = vars(self).get("copied")  # values on the GPU; None: ``self.gpu`` is still vLLM's buffer
     if copied is None:
         self.gpu = torch.zeros_like(self.gpu)

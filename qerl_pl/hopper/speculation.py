@@ -68,9 +68,9 @@ class EqualDrafts:
         draft_logits: Tensor | None = None,
         invalid_drafts: Tensor | None = None,
     ) -> SamplerOutput:
-        """Sample a token in each of R rows of logits [R, V] over a vocabulary of V tokens, and take each sequence's
-        tokens up to and including the first one that differs from its draft. The result has log-probabilities of all R
-        rows; vLLM and its scheduler read only those of the tokens that are taken."""
+        """Sample a token in each of R rows of logits [R, V], and take each sequence's tokens up to and including the
+        first one that differs from its draft. The result has log-probabilities of all R rows; vLLM and its scheduler
+        read only those of the tokens that are taken."""
         assert draft_logits is None
         assert invalid_drafts is None
         batch, output = input_batch, self.sampler(logits, input_batch)
@@ -84,8 +84,7 @@ class EqualDrafts:
 
 
 class GroupDrafts:
-    """Drafter that replaces vLLM's n-gram speculator: it proposes tokens for a sequence from the sequence's own text
-    and from other completions of its prompt.
+    """Drafter that replaces vLLM's n-gram speculator (``group_drafts``).
 
     vLLM's table of requests keeps the tokens of a request that has ended until another request takes its row, so drafts
     can also be taken from completions that have ended. Drafts depend on the current call of ``generate`` only: the
@@ -111,8 +110,8 @@ class GroupDrafts:
     def add_request(
         self, req_id: str, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int, max_tokens: int
     ) -> None:
-        """Add a request to vLLM's table of requests, and let all requests with the same prompt take drafts from each
-        other's tokens. Replaces the table's method of this name."""
+        """Add a request to vLLM's table of requests, in place of its method of this name, and let all requests with the
+        same prompt take drafts from each other's tokens."""
         self.add_plainly(req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens)
         row, prompt = self.states.req_id_to_index[req_id], tuple(all_token_ids[:prompt_len])
         order = self.orders.setdefault(req_id, len(self.orders))
@@ -149,8 +148,8 @@ class GroupDrafts:
         num_speculative_tokens: int = MOST_DRAFTS,
         **__: object,
     ) -> Tensor:
-        """Draft tokens for each of the N sequences that decode; returns [N, MOST_DRAFTS] int64, of which the next step
-        verifies the first ``num_speculative_tokens`` per sequence. Replaces the method of vLLM's speculator."""
+        """Draft tokens for each of the N sequences that decode, [N, MOST_DRAFTS] int64, of which the next step verifies
+        the first ``num_speculative_tokens``. Replaces the method of vLLM's speculator."""
         if dummy_run or not num_speculative_tokens:
             return torch.zeros(input_batch.num_reqs, MOST_DRAFTS, dtype=torch.int64, device=self.device)
         if self.is_changed:

@@ -27,8 +27,8 @@ WHOLE_INPUTS = 64  # the native kernels compute linears whose inputs are a multi
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether this project's CUDA kernels support the linear layer that vLLM makes by fusing layers of the given
-    shapes (N outputs, K inputs), such as q, k and v."""
+    """Return whether the CUDA kernels support the linear layer that vLLM makes by fusing layers of the given shapes (N
+    outputs, K inputs)."""
     outputs, inputs = [rows for rows, _ in shapes], {columns for _, columns in shapes}
     whole = all(rows % TILE == 0 for rows in outputs)
     return whole and len(inputs) == 1 and inputs.pop() % WHOLE_INPUTS == 0
@@ -40,9 +40,8 @@ def is_in_tile_order(weight: PackedWeight) -> bool:
 
 
 def to_tile_order(weight: PackedWeight) -> PackedWeight:
-    """Copy an NVFP4 weight from the layout of checkpoints (row order) to that of this project's CUDA kernels (tile
-    order). This takes temporary memory of about twice the bytes of the codes. Raises ValueError if the number of
-    outputs is not a multiple of 64."""
+    """Copy an NVFP4 weight from row order to tile order, with temporary memory of about twice the bytes of the codes.
+    Raises ValueError if the number of outputs is not a multiple of 64."""
     outputs, blocks = weight.block_scale.shape
     if outputs % TILE:
         raise ValueError(f"the weight has {outputs} outputs; expected a multiple of {TILE} for tile order")
@@ -52,8 +51,7 @@ def to_tile_order(weight: PackedWeight) -> PackedWeight:
 
 
 def _words(codes: Tensor, blocks: int) -> Tensor:
-    """Pack the 4-bit codes of a weight in row order into int32 words, in tile order except for the bits inside each
-    word."""
+    """Pack 4-bit codes in row order into int32 words, in tile order except for the bits inside each word."""
     # In row order, a k-block of 16 inputs has 8 bytes: byte c, for c from 0 to 3, has the codes of inputs 2c and 2c +
     # 1, and byte 4 + c (``upper``) those of inputs 2c + 8 and 2c + 9. g is the index of an output among 8.
     parts = codes.view(-1, 4, 2, 8, blocks, 2, 4)  # [tile, word, half, g, k-block, upper, c]
@@ -85,15 +83,13 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def words_in_tile_order(words: Tensor) -> Tensor:
-    """Move the bits of int32 words from eight 4-bit codes one after another to the bit positions that the CUDA kernels
-    read (``nvfp4_decode.BITS``)."""
+    """Move the bits of int32 words of eight consecutive 4-bit codes to where the kernels read them (``BITS``)."""
     return _moved(words, {up: after for up, (_, after) in _moves().items()})
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Return how ``words_in_tile_order`` moves the bits of a 32-bit word of eight 4-bit codes: a mapping from distances
-    in bits, positive towards higher bits, to two masks of the bits that move by this distance, at their positions
-    before and after the move."""
+    """Return how ``words_in_tile_order`` moves bits: by distance, positive towards higher bits, two masks of the bits
+    that move by it, at their positions before and after the move."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32
@@ -103,8 +99,7 @@ def _moves() -> dict[int, tuple[int, int]]:
 
 
 def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
-    """Shift ``words`` left by each key of ``masks``, keep the bits of the key's mask, and return the bitwise or of all
-    results."""
+    """Shift ``words`` left by each key of ``masks``, keep the bits of its mask, and return the bitwise or of all."""
     result = torch.zeros_like(words)
     for up, mask in masks.items():
         moved = words << up if up > 0 else words >> -up
@@ -113,8 +108,7 @@ def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
 
 
 def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Copy weights with equal K from row order into one buffer in tile order, and return each as a view of this
-    buffer."""
+    """Copy weights with equal K from row order into one buffer in tile order, and return views of this buffer."""
     tiles = [to_tile_order(weight) for weight in weights]
     rows = [weight.block_scale.shape[1] for weight in tiles]
     codes = torch.cat([weight.codes for weight in tiles], dim=1).split([2 * count for count in rows], dim=1)
@@ -124,9 +118,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return, without a copy, the fused weight, in tile order (the kernels' layout), of the linear layers with the
-    weights ``views``; None unless ``views``, as ``fused`` returns them, are consecutive parts of one buffer and
-    together the whole buffer."""
+    """Return, without a copy, the weight of which ``views``, as ``fused`` returns them, are consecutive parts of one
+    buffer and together the whole buffer; else None."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

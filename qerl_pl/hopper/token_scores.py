@@ -1,10 +1,6 @@
-"""Triton kernels for one token per row of logits [T, V]: its log-probability, and its rank among the row's logits. They
-are fast also if there are few rows.
-
-A decoding step has one row per sequence, often fewer than the GPU has SMs. So each program reads one block of the
-vocabulary of one row, and a second kernel merges the blocks.
-
-Letters: T rows, one per token that is scored; V entries of the vocabulary.
+"""Triton kernels for the log-probability of one token per row of logits [T, V], and its rank in the row. A decoding
+step often has fewer rows than the GPU has SMs, so each program reads one block of the vocabulary of one row, and a
+second kernel merges the blocks.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -54,9 +50,8 @@ def _sum(values):
 
 @triton.jit(do_not_specialize=["plane"])
 def _blocks_kernel(logits, tokens, partials, stride, V, plane, BLOCK: tl.constexpr):
-    """Write, for each row of logits and each block of the vocabulary, the highest logit, the sum of exp(z - highest)
-    over its logits z, and the number of logits that are at least as high as that of the row's entry in ``tokens``. A
-    second kernel merges the blocks."""
+    """Write, for each row and block of the vocabulary, the highest logit, the sum of exp(z - highest) over its logits
+    z, and the number of logits that are at least as high as that of the row's token."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < V

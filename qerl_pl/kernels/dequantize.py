@@ -2,11 +2,8 @@
 plain PyTorch.
 
 Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
-threads writes 16 bytes of a 16-bit dtype, coalesced. The result is allocated by torch's caching allocator and freed
-once the matrix product that reads it has been queued, so the next layer gets the same memory. Unlike a static buffer,
-this is safe with several streams, threads and recomputation.
-
-Letters: N outputs and K inputs of a weight; E weights (such as those of q, k and v) that are concatenated.
+threads writes 16 bytes of a 16-bit dtype, coalesced. torch's caching allocator gives the next layer the same memory,
+which, unlike a static buffer, is safe with several streams, threads and recomputation.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false
@@ -22,9 +19,9 @@ WORDS, WARPS = 1024, 8  # WORDS: 32-bit words of codes per program; WARPS: warps
 
 
 def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise an NVFP4 weight with N outputs and K inputs to [N, K] of ``dtype``, rounded once. Codes [N, K/2] and
-    block scales [N, K/16] are contiguous uint8, as in checkpoints. The tensor scale ``global_scale``, fp64 or fp32, is
-    [], or [E] for E weights of N / E outputs each that are concatenated."""
+    """Dequantise an NVFP4 weight to [N, K] of ``dtype``, rounded once. Codes [N, K/2] and block scales [N, K/16] are
+    contiguous uint8, as in checkpoints. The tensor scale, fp64 or fp32, is [], or [E] for E concatenated weights of N /
+    E outputs each."""
     assert block_scale.is_contiguous(), block_scale.stride()
     out, words = _output_and_words(codes, dtype)
     grid, words_a_scale = (triton.cdiv(words.numel(), WORDS),), words.numel() // global_scale.numel()
@@ -35,10 +32,9 @@ def dequantize_nvfp4(codes: Tensor, block_scale: Tensor, global_scale: Tensor, d
 
 
 def dequantize_table(codes: Tensor, scale: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight with N outputs and K inputs, in any 4-bit format, to [N, K] of ``dtype``; ``values`` [16]
-    fp32 are the values of the format's 16 codes. Codes [N, K/2] uint8 and scales [N, K/block] fp32 are contiguous, and
-    block is a multiple of 8. The result equals ``formats.decode`` bit for bit. For NVFP4, ``dequantize_nvfp4`` takes a
-    quarter less time."""
+    """Dequantise a weight in any 4-bit format to [N, K] of ``dtype``; ``values`` [16] fp32 are the values of its codes.
+    Codes [N, K/2] uint8 and scales [N, K/block] fp32 are contiguous, and block is a multiple of 8. The result equals
+    ``formats.decode`` bit for bit. For NVFP4, ``dequantize_nvfp4`` takes a quarter less time."""
     assert scale.is_contiguous(), scale.stride()
     out, words = _output_and_words(codes, dtype)
     with torch.cuda.device_of(codes):

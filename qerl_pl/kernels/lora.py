@@ -49,14 +49,12 @@ class ShrinkTiles(NamedTuple):
 
 
 class ExpandTiles(NamedTuple):
-    """Tile sizes of the kernel ``expand``, which multiplies x A^T by B^T; tokens and outputs are powers of 2, at least
-    16."""
+    """Tile sizes of the kernel ``expand``, which multiplies x A^T by B^T; powers of 2, the first two at least 16."""
 
     tokens: int
     outputs: int
     steps: int
-    """Number of output tiles, a power of 2, that a program computes one after another, after adding up the partial sums
-    of x A^T once."""
+    """Number of output tiles that a program computes one after another, after adding up the partial sums once."""
 
 
 @lru_cache(1024)
@@ -116,33 +114,28 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
 
 
 def is_matmul_faster(x: Tensor, a: Sequence[Tensor]) -> bool:
-    """Return whether ``add_lora`` uses cuBLAS: for high ranks, and always for fp32, which the matrix products of the
-    Triton kernels do not support."""
+    """Return whether ``add_lora`` uses cuBLAS: for high ranks, and for fp32, which the kernels do not multiply."""
     lowest_rank = HIGH_RANK + 1 if len(x) >= MANY_TOKENS else MATMUL_RANK
     return len(a[0]) >= lowest_rank or x.dtype == torch.float32
 
 
 def have_short_offsets(*matrices: Tensor) -> bool:
-    """Return whether the offset of every element from the start of its matrix fits the 32-bit integers that the kernels
-    use for offsets."""
+    """Return whether the offset of every element fits the 32-bit integers that the kernels use."""
     return all(len(matrix) * matrix.stride(0) < 2**31 for matrix in matrices)
 
 
 def add_lora_by_matmul(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], indices: Tensor) -> None:
-    """Add a LoRA adapter's (x A^T) B^T to y by two cuBLAS calls for each of the linear layers that are fused into one.
-    x must be finite: for tokens without the adapter x A^T is multiplied by 0, which would give NaN for infinities."""
+    """Add a LoRA adapter's (x A^T) B^T to y by two cuBLAS calls for each slice. x must be finite: for tokens without
+    the adapter x A^T is multiplied by 0, which would give NaN for infinities."""
     with_adapter = (indices[: len(x)] >= 0).unsqueeze(1)
     for part, first, second in zip(y.split([len(matrix) for matrix in b], dim=1), a, b, strict=True):
         part.addmm_(F.linear(x, first) * with_adapter, second.t())
 
 
 def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
-    """Compute the first product of a LoRA adapter, x A^T, as partial sums over parts of the K inputs: [slices, splits,
-    T, R] fp32. x is [T, K]; ``a`` has one contiguous A [R, K] for each slice, that is, for each of the linear layers
-    that are fused into one.
-
-    From compute capability 9.0 on, the kernel may start before the previous kernel of the stream has ended, and waits
-    for its end before reading x.
+    """Compute x A^T as partial sums over parts of the K inputs, [slices, splits, T, R] fp32, for x [T, K] and one
+    contiguous A [R, K] for each slice. From compute capability 9.0 on, the kernel may start before the previous kernel
+    of the stream has ended, and waits for its end before reading x.
     """
     assert x.stride(1) == 1, x.stride()
     assert all(matrix.is_contiguous() for matrix in a), [matrix.stride() for matrix in a]
@@ -158,12 +151,10 @@ def shrink(x: Tensor, a: Sequence[Tensor], tiles: ShrinkTiles) -> Tensor:
 
 
 def expand(y: Tensor, partials: Tensor, b: Sequence[Tensor], indices: Tensor, tiles: ExpandTiles) -> None:
-    """Add a LoRA adapter's (x A^T) B^T, in place, to those rows of y [T, N] whose entry in ``indices`` is not negative;
-    ``partials`` are the partial sums of x A^T that ``shrink`` returns.
-
-    ``b`` has one contiguous B [n, R] for each of the linear layers that are fused into one. ``shrink`` must be the
-    previous kernel of the stream: from compute capability 9.0 on, this kernel starts before ``shrink`` has ended, loads
-    B, and then waits for the partial sums.
+    """Add (x A^T) B^T, in place, to those rows of y [T, N] whose entry in ``indices`` is not negative, from the
+    ``partials`` that ``shrink`` returns and one contiguous B [n, R] for each slice. ``shrink`` must be the previous
+    kernel of the stream: from compute capability 9.0 on, this kernel starts before ``shrink`` has ended, loads B, and
+    then waits for the partial sums.
     """
     assert y.stride(1) == 1, y.stride()
     assert all(matrix.is_contiguous() for matrix in b), [matrix.stride() for matrix in b]

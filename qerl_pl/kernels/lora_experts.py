@@ -35,9 +35,8 @@ BLOCK_T, BLOCK_N = 16, 128  # rows (the fewest that tensor cores multiply) and o
 
 
 def is_faster(ids: Tensor, a: Tensor) -> bool:
-    """Return whether ``add_lora`` of this module is expected to be faster than vLLM's kernels, which first sort the
-    rows by expert. ``ids`` [T, k] are the experts chosen for each token, and ``a`` [E, R, K] are the matrices A of E
-    experts."""
+    """Return whether ``add_lora`` is expected to be faster than vLLM's kernels, which first sort the rows by expert,
+    for the experts ``ids`` [T, k] of each token and the matrices ``a`` [E, R, K]."""
     num_experts, rank, _ = a.shape
     return rank <= MOST_RANK and ids.numel() <= min(MOST_ROWS, MOST_PER_EXPERT * num_experts)
 

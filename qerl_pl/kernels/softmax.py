@@ -12,9 +12,9 @@ BLOCK = 4096  # logits that a program holds at a time, a power of 2
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute, for each row of logits, the log-probability of a token under softmax(logits / temperature), and the
-    entropy and the log-partition function of this distribution: three [R] fp32 in nats. Logits are contiguous [R, V]
-    fp32 (rows, vocabulary); ``targets`` [R] int64 has one token per row."""
+    """Compute, for each row of logits, contiguous [R, V] fp32, the log-probability of its token in ``targets`` [R]
+    int64 under softmax(logits / temperature), and the distribution's entropy and log-partition function: three [R] fp32
+    in nats."""
     assert logits.is_contiguous(), logits.stride()
     logprobs, entropy, log_partition = logits.new_empty(3, len(logits)).unbind()
     tensors = logits, targets.contiguous(), logprobs, entropy, log_partition
@@ -47,9 +47,8 @@ def logit_gradient(
 
 @triton.jit
 def _merge(highest, total, moment, highest2, total2, moment2):
-    """Merge the partial softmaxes of two sets of logits z. A partial softmax is three numbers: the highest z, the sum
-    of exp(z - highest), and the sum of exp(z - highest) (z - highest), from which the entropy follows. Returns those of
-    all logits."""
+    """Merge the partial softmaxes of two sets of logits z. A partial softmax is the highest z, the sum of exp(z -
+    highest), and the sum of exp(z - highest) (z - highest), from which the entropy follows."""
     top = tl.maximum(highest, highest2)
     drop, drop2 = highest - top, highest2 - top
     scale, scale2 = tl.exp(drop), tl.exp(drop2)

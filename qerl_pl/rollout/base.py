@@ -82,9 +82,8 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Check the completions that ``RolloutEngine.generate`` returned, grouped by prompt. Raises CheckFailed if the
-    number of groups, of completions per group, of tokens or of log-probabilities is wrong, or if a log-probability is
-    not finite."""
+    """Raise CheckFailed if the completions that ``RolloutEngine.generate`` returned are too many or too few, have too
+    many or too few tokens or log-probabilities, or a log-probability that is not finite."""
     if len(groups) != len(prompts):
         raise CheckFailed(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
     for index, group in enumerate(groups):
@@ -110,13 +109,9 @@ def check_groups(
 def checked_routes(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], routing: Routing, *, engine: str
 ) -> list[list[Completion]]:
-    """Check and convert the routes (``Completion.routes``) of completions of a mixture-of-experts model: the indices of
-    the experts that computed each token in each layer, for all tokens of prompt and completion except the last. Returns
-    the completions with routes in the smallest dtype that holds the indices.
-
-    Raises:
-        CheckFailed: a completion has no routes, routes of too many or too few tokens, or an index of no expert.
-    """
+    """Check the routes (``Completion.routes``) of completions of a mixture-of-experts model, and return the completions
+    with routes in the smallest dtype that holds the experts' indices. Raises CheckFailed if routes are missing, belong
+    to more or fewer tokens than all of prompt and completion but the last, or name no expert."""
     checked = []
     for index, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
         checked.append([])
@@ -153,21 +148,19 @@ class RolloutEngine(Protocol):
 
     @property
     def memory(self) -> EngineMemory | None:
-        """Settings that decide how much GPU memory the engine takes, for the prediction of memory; None if the engine
-        samples with the trainer's model, and so has no weights of its own."""
+        """Settings that decide how much GPU memory the engine takes; None if it samples with the trainer's model."""
         ...
 
     @property
     def returns_routes(self) -> bool:
-        """Whether ``generate`` can return, with each completion of a mixture-of-experts model, the experts that
-        computed its tokens (``Completion.routes``). It must return them if, when the engine starts,
-        ``Policy.replays_routes`` says that training uses the engine's choice of experts."""
+        """Whether ``generate`` can return ``Completion.routes`` of a mixture-of-experts model. It must do so if
+        ``Policy.replays_routes`` is set when the engine starts."""
         ...
 
     @property
     def batch_tokens(self) -> int:
-        """Largest number of tokens in the KV cache of the sequences that are sampled together. The prediction of GPU
-        memory reads it only for engines that sample with the trainer's model (``memory`` is None)."""
+        """Largest number of tokens in the KV cache of the sequences that are sampled together; read only if ``memory``
+        is None."""
         ...
 
     def plan_cache(self, num_bytes: int | None) -> None:
@@ -175,8 +168,8 @@ class RolloutEngine(Protocol):
         ...
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
-        """Load the policy's base and prepare to sample sequences of at most ``max_model_len`` tokens, prompt and
-        completion together. If the engine has been started already, do nothing."""
+        """Load the policy's base and prepare to sample sequences of at most ``max_model_len`` tokens, prompts included.
+        If the engine has been started already, do nothing."""
         ...
 
     def generate(
@@ -192,28 +185,24 @@ class RolloutEngine(Protocol):
                 equal seeds get equal completions.
             adapter: False samples from the base without the adapter.
 
-        Raises:
-            ValueError: a prompt is empty, holds an unknown token, or leaves no room for a completion. The engine can
-                still be used afterwards.
+        Raises ValueError, after which the engine can still be used, if a prompt is empty, holds an unknown token, or
+        leaves no room for a completion.
         """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Compute, for each sequence, the log-probabilities of all its tokens except the first, in nats at temperature
-        1."""
+        """Compute the log-probabilities of all tokens but the first of each sequence, in nats at temperature 1."""
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter with which completions are sampled. The norm weights keep their noise, and prefixes whose
-        keys and values were cached with the old adapter are no longer used. Raises ValueError if a tensor's name or
-        shape differs from that of the policy's adapter."""
+        """Set the adapter with which completions are sampled. The norm weights keep their noise, and prefixes cached
+        with the old adapter are no longer used. Raises ValueError for tensors with other names or shapes."""
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Replace the noise on the weights of two norms per decoder block (adaptive quantization noise, AQN;
-        ``Family.noise_norms`` names the norms). The noise is added to the weights without noise; sigma 0 restores these
-        bit for bit. Returns the number of norms that have noise, as read back from the engine: twice the number of
-        blocks, or 0 if sigma is 0."""
+        """Replace the noise on the norm weights (AQN; ``Family.noise_norms`` names the norms). It is added to the
+        weights without noise, and sigma 0 restores these bit for bit. Returns the number of norms that have noise, as
+        read back from the engine; 0 if sigma is 0."""
         ...
 
     def fingerprint(self) -> dict[str, int]:

@@ -1,5 +1,4 @@
-"""Checksums of tensors, computed on the tensors' device. On a GPU, this takes milliseconds for an adapter of 80 million
-values."""
+"""Checksums of tensors, computed on their device: milliseconds for an adapter of 80 million values on a GPU."""
 
 from collections.abc import Mapping
 
@@ -14,13 +13,12 @@ fewer kernel launches and more memory, about 24 bytes per element."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Compute a 64-bit checksum of each tensor, by name, from the bits of its elements in row-major order. Elements may
-    have at most 4 bytes.
+    """Compute a 64-bit checksum of each tensor, by name. Elements may have at most 4 bytes.
 
-    The checksum is sum_i (b_i + 1) m_i modulo 2^64, where b_i are the bits of element i as a signed integer and m_i is
-    a pseudo-random odd number that depends only on i. A single changed element always changes the sum; several changed
-    elements change it unless their changes cancel; appended zeros change it too. The arithmetic is exact, so the sum
-    does not depend on device or strides.
+    The checksum is sum_i (b_i + 1) m_i modulo 2^64, where b_i are the bits of element i, in row-major order, as a
+    signed integer, and m_i is a pseudo-random odd number that depends only on i. A single changed element always
+    changes the sum, and so do appended zeros; several changed elements change it unless their changes cancel. The
+    arithmetic is exact, so the sum does not depend on device or strides.
     """
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[str]] = {}
     longest: dict[torch.device, int] = {}
@@ -46,8 +44,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _factors(length: int, device: torch.device) -> Tensor:
-    """Compute the factors m_i of ``checksums``, [length] int64: pseudo-random odd numbers that depend only on their
-    index, by one round of SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
+    """Compute the factors m_i of ``checksums``, [length] int64, by one round of SplitMix64's finaliser (Steele, Lea and
+    Flood, 2014)."""
     mixed = torch.arange(length, device=device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     return (mixed ^ (mixed >> 27)) | 1

@@ -25,9 +25,8 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Check all prompts before an engine samples completions or scores sequences. Raises ValueError for the first
-    prompt that is empty, holds an unknown token, or leaves fewer than ``max_tokens`` of ``max_model_len`` tokens for
-    the completion. ``max_tokens`` is 0 if sequences are only scored."""
+    """Raise ValueError for the first prompt that is empty, holds an unknown token, or leaves fewer than ``max_tokens``
+    of ``max_model_len`` tokens for the completion (0 if sequences are only scored)."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; expected at least one token")
@@ -45,9 +44,9 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
     """Derive a seed for each completion of each prompt, in order, from the tokens of its prompt and not from the
     prompt's index, so the completions of a batch are the same however its prompts are divided among ranks.
 
-    Prompts with equal tokens need different seeds, or their completions would be equal. If ``seed`` is a single seed, a
-    prompt's seeds also depend on the number of equal prompts before it in this call. If ``seed`` has one seed per
-    prompt, the caller has to give equal prompts different seeds.
+    Equal prompts need different seeds, or their completions would be equal. If ``seed`` is a single seed, a prompt's
+    seeds also depend on the number of equal prompts before it in this call. If ``seed`` has one seed per prompt, the
+    caller has to give equal prompts different seeds.
     """
     if not isinstance(seed, int):
         return [
@@ -68,12 +67,11 @@ def request_seeds(prompts: Sequence[Sequence[int]], num_completions: int, seed: 
 def with_due_seeds(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], seed: int | Sequence[int]
 ) -> list[list[Completion]]:
-    """Set the seed of each completion that an engine has returned to the seed with which its request had to be sampled
-    (``request_seeds``), whatever seed the engine reports. If no completion has a seed, all are returned unchanged.
+    """Set the seed of each completion to the one with which its request had to be sampled (``request_seeds``), whatever
+    seed the engine reports. If no completion has a seed, all are returned unchanged.
 
-    The trainer later computes from this seed which tokens the engine must have sampled. With the seeds that the engine
-    reports, it would not notice an engine that answers other requests than those it was given, or that returns only
-    some of the completions that it samples.
+    The trainer later computes from this seed which tokens the engine must have sampled. With the reported seeds, it
+    would not notice an engine that answers other requests, or returns only some of the completions that it samples.
     """
     rows = [row for group in groups for row in group]
     if all(row.seed is None for row in rows):
@@ -84,12 +82,9 @@ def with_due_seeds(
 
 def end_tokens(base: str, config: PretrainedConfig) -> list[int]:
     """Collect the ids of the tokens that end a completion: the end-of-sequence tokens of the generation config, the
-    model config and the tokenizer of a checkpoint folder. Missing files are skipped.
-
-    Chat models often have different tokens in these three, and each token is meant to end the assistant's turn. Tokens
-    that were added to the tokenizer alone are left out, because the model has no logit for them. Other settings of the
-    generation config, such as a temperature or a repetition penalty, are not used.
-    """
+    model config and the tokenizer of a checkpoint folder, which often differ in chat models. Missing files are skipped,
+    and so are tokens that were added to the tokenizer alone, because the model has no logit for them. Other settings of
+    the generation config, such as a temperature, are not used."""
     places = [config.eos_token_id]
     if (Path(base) / "generation_config.json").is_file():
         places.append(GenerationConfig.from_pretrained(base).eos_token_id)
@@ -111,8 +106,7 @@ def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors in ``wanted`` that differ from the tensors of the same names in ``live``. The
-    host waits for the GPU only once for all comparisons."""
+    """Return the names of the tensors in ``wanted`` that differ from those in ``live``, with one wait for the GPU."""
     if not wanted:
         return []
     differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
@@ -120,9 +114,8 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 def padded_routes(routes: Sequence[Tensor]) -> Tensor | None:
-    """Pad the expert choices (``Completion.routes``) of B rows of a mixture-of-experts model with 0 to one tensor [B,
-    S, L, k], where S is the largest number of tokens of a row. Each row's tensor is [tokens - 1, L, k]: the k experts
-    that computed each token but the last in each of L layers. Returns None if ``routes`` is empty."""
+    """Pad ``Completion.routes`` of B rows, [tokens - 1, L layers, k experts] each, with 0 to one tensor [B, S, L, k],
+    where S is the largest number of tokens of a row; None if ``routes`` is empty."""
     return F.pad(pad_sequence([*routes], batch_first=True), (0, 0, 0, 0, 0, 1)) if routes else None
 
 
@@ -165,8 +158,8 @@ class Pass(NamedTuple):
 def passes(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion], limit: int, device: torch.device
 ) -> Iterator[Pass]:
-    """Divide completions, each preceded by its prompt, into groups for forward passes of at most ``limit`` tokens
-    (``micro_batches``). Yields the inputs of each pass, on ``device``."""
+    """Divide completions, each preceded by its prompt, into forward passes of at most ``limit`` tokens
+    (``micro_batches``)."""
     lengths = [len(completion.tokens) for completion in completions]
     totals = torch.tensor([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)])
     for chosen in micro_batches(totals, limit):

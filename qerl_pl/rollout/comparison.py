@@ -1,8 +1,7 @@
 """Compare log-probabilities that a rollout engine reports with those that the trainer computes: for the tokens of a
 given text, and for tokens that the engine samples with a random adapter (the probe adapter).
 
-Two correct implementations of a model differ by rounding errors, which depend on the model, its dtype and the tokens.
-The trainer therefore estimates the size of these errors on the same tokens, with its own model alone: it computes
+Correct implementations differ by rounding errors. The trainer estimates their size on the same tokens: it computes
 log-probabilities again with random rounding errors added (``policy.shaken``).
 """
 
@@ -42,8 +41,7 @@ it, so that no single token decides the mean."""
 
 
 class Gap(NamedTuple):
-    """Difference between the log-probabilities of the same tokens by rollout engine and trainer; all values are means
-    over tokens."""
+    """Difference between rollout engine and trainer in the log-probabilities of the same tokens; means over tokens."""
 
     nats: float
     """Absolute difference |engine - trainer| in nats."""
@@ -55,8 +53,8 @@ class Gap(NamedTuple):
     """Absolute change of the trainer's log-probability by the probe adapter, in nats; nan without a probe adapter."""
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Return whether engine and trainer differ by more than is possible with a correct engine: by NaN, or by more
-        than ``tolerance`` nats and also more than ``MARGIN`` times what rounding errors cause."""
+        """Return whether engine and trainer differ by more than a correct engine can: by NaN, or by more than
+        ``tolerance`` nats and also more than ``MARGIN`` times what rounding errors cause."""
         return not (self.nats <= tolerance or self.excess <= MARGIN)
 
 
@@ -88,8 +86,8 @@ def wrong_ones(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
 
 @contextmanager
 def trainers_engine(policy: Policy, noise: NormNoise, *, max_model_len: int) -> Iterator[TransformersEngine]:
-    """Yield a rollout engine that samples and scores with the trainer's own model and the given noise on norm weights;
-    it is the reference with which another rollout engine is compared."""
+    """Yield a rollout engine that uses the trainer's own model, with the given noise on norm weights: the reference
+    with which another engine is compared."""
     oracle = TransformersEngine()
     oracle.start(policy, max_model_len=max_model_len)
     try:
@@ -111,17 +109,14 @@ def score_gaps(
     scores: bool,
 ) -> dict[str, Gap]:
     """Compare log-probabilities of the rollout engine of ``loop`` with those of ``oracle``, an engine that uses the
-    trainer's model with the same noise on norm weights. Returns a ``Gap`` (the mean difference of log-probabilities)
-    for each comparison, by its name.
+    trainer's model with the same noise on norm weights. Returns a ``Gap`` for each comparison, by its name.
 
     - If ``scores``, both engines compute the log-probabilities of the text ``tokens``, with the policy's adapter and
       without.
-    - If ``strength`` is neither 0 nor None, both engines then get a random adapter of this strength (probe adapter),
-      which they still have afterwards. The rollout engine samples one token after each of several prefixes of the text,
-      and the log-probabilities of these tokens are compared.
+    - If ``strength`` is neither 0 nor None, then both get a probe adapter of this strength (``probe_gap``).
 
     Differences are measured relative to rounding errors of ``dtype``, the less precise of the two engines' dtypes.
-    ``seed`` determines the probe adapter and random rounding errors. It must differ from the seed of the previous
+    ``seed`` determines the probe adapter and the random rounding errors. It must differ from the seed of the previous
     check, because keys and values of prefixes with the previous probe adapter may still be cached.
     """
     engine, gaps = loop.engine, {}
@@ -150,10 +145,9 @@ def probe_gap(
     seed: int,
     strength: float,
 ) -> Gap:
-    """Load a random adapter (probe adapter) into ``engine``, sample one token after each of several prefixes of
-    ``tokens``, and compare the log-probabilities of these tokens by ``engine`` and by ``oracle``, an engine with the
-    trainer's model. Returns their differences. Both engines must have the policy's adapter before the call, and have
-    the probe adapter after it.
+    """Load a random adapter (probe adapter) into both engines, let ``engine`` sample one token after each of several
+    prefixes of ``tokens``, and compare the log-probabilities of these tokens. Both must have the policy's adapter
+    before the call, and keep the probe adapter.
 
     The lengths of the prefixes differ by two tokens. So some prefixes end soon after a block of the prefix cache (of 16
     tokens or more), where a cache that still holds keys and values of an older adapter changes log-probabilities most.

@@ -14,12 +14,9 @@ from qerl_pl.rollout.base import Sampling
 def completion_texts(
     tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion], *, stop: Sequence[str] = ()
 ) -> list[str]:
-    """Decode completions to text for rewards. The text includes special tokens, since these may mark thoughts
-    (``[THINK]``) or answers.
-
-    Only the tokenizer's end and padding tokens, and a special token that ended the completion, are left out. Stop
-    strings (``stop``) stay in the text, even if they are special tokens.
-    """
+    """Decode completions to text for rewards, with special tokens, since these may mark thoughts (``[THINK]``) or
+    answers. Only end and padding tokens of the tokenizer, and a special token that ended the completion and completes
+    no stop string, are left out."""
     special = special_tokens(tokenizer)
     silent = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     rows = [[token for token in row.tokens if token not in silent] for row in completions]
@@ -32,8 +29,7 @@ def completion_texts(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids of all special tokens of a tokenizer: those with a role, such as end or padding, and added tokens
-    that are marked as special."""
+    """Return the ids of all tokens with a role, such as end or padding, and of added tokens marked as special."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token for token, text in added if text.special)}
 
@@ -55,12 +51,9 @@ def check_ends(
     tokenizer: PreTrainedTokenizerBase,
     engine: str,
 ) -> None:
-    """Raise CheckFailed if ``Completion.finished``, as the engine reports it for a completion, contradicts the
-    completion's tokens.
-
-    A finished completion ends with an end token or with the token that completes a stop string, and has no end token or
-    stop string before. An unfinished completion has ``max_tokens`` tokens, without any end token or stop string.
-    """
+    """Raise CheckFailed if ``Completion.finished`` contradicts the completion's tokens. A finished completion ends with
+    an end token or with the token that completes a stop string, and has neither before. An unfinished completion has
+    neither, and ``max_tokens`` tokens."""
     ends = frozenset(end_tokens)
     for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         stops = _stop_lengths(prompt, group, sampling.stop, tokenizer)
@@ -93,8 +86,7 @@ def check_ends(
 def _stop_lengths(
     prompt: Prompt, group: Sequence[Completion], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[int | None]:
-    """Return, for each completion of one prompt, the number of its tokens up to the end of the first stop string; None
-    if it has no stop string."""
+    """Return, for each completion, the number of its tokens up to the end of the first stop string, or None."""
     if not stop:
         return [None] * len(group)
     longest = max(len(completion.tokens) for completion in group)

@@ -62,9 +62,8 @@ class DynamicSampling:
         watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
         """Sample completions of ``prompts``, and then of ``more_prompts``, until enough groups to fill the batch have a
-        signal (a completion that counts in the loss has an advantage other than 0). Stop earlier if further prompts
-        have been sampled ``max_refills`` times or no prompts are left. Every rank must call this method, because groups
-        are counted over all ranks, with equally many ``prompts`` and the same ``more_prompts``.
+        signal, further prompts have been sampled ``max_refills`` times, or no prompts are left. Every rank must call
+        this method, with equally many ``prompts`` and the same ``more_prompts``.
 
         Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
         of W, group j of these belongs to prompt r + j * W of the rollout's sequence of prompts.
@@ -99,8 +98,7 @@ class DynamicSampling:
     def choose(
         self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True
     ) -> tuple[ScoredBatch | None, list[int]]:
-        """Choose the groups (completions of one prompt) to train on: among the groups of all ranks, the first
-        ``batch_size`` that have a signal (a completion that counts in the loss has an advantage other than 0). Every
+        """Choose the groups to train on: among those of all ranks, the first ``batch_size`` that have a signal. Every
         rank must call this method, because the ranks exchange groups.
 
         Returns the groups that this rank trains on (None if there are none), and the index of each of them among the
@@ -140,8 +138,8 @@ class DynamicSampling:
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:
-    """Decide which rank trains on each group of completions, given the rank that sampled it (``owners``). The numbers
-    of groups of any two ranks differ by at most one, and as few groups as possible have to be sent to another rank."""
+    """Decide which rank trains on each group, given the rank that sampled it (``owners``): the ranks' numbers of groups
+    differ by at most one, and as few groups as possible move."""
     counts = Counter(owners)
     base, extra = divmod(len(owners), num_ranks)
     by_count = sorted(range(num_ranks), key=lambda rank: -counts[rank])

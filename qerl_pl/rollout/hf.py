@@ -110,13 +110,10 @@ class TransformersEngine:
     def score_next(
         self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int], *, copies: int = 1
     ) -> Tensor:
-        """Compute, for N prefixes of a sequence, the log-probability in nats of one token after each: of token
-        ``following[i]`` after the first ``lengths[i]`` tokens of the sequence. Returns [copies, N] fp32 on the CPU.
-
-        The lengths must be distinct and less than the sequence's. The tokens ``following`` need not be the sequence's
-        own. One pass computes ``copies`` copies of the sequence, whose results differ only by the errors that hooks may
-        add to activations (``policy.shaken``).
-        """
+        """Compute, for N prefixes of a sequence, the log-probability in nats of token ``following[i]`` after the first
+        ``lengths[i]`` tokens. Returns [copies, N] fp32 on the CPU. The lengths must be distinct and less than the
+        sequence's; the tokens ``following`` need not be the sequence's own. The copies are computed in one pass, and
+        differ only by the errors that hooks may add to activations (``policy.shaken``)."""
         policy = self._check([tokens], max_tokens=0)
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
@@ -155,7 +152,7 @@ class TransformersEngine:
         return len(self._clean_norms(adapter=True)) if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the adapter and norm weights that the trainer's model has while this engine samples."""
+        """Compute checksums of adapter and norm weights of the trainer's model while this engine samples."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             return expected_fingerprint(
@@ -241,8 +238,8 @@ class TransformersEngine:
 
     @contextmanager
     def _in_place(self, policy: Policy, *, adapter: bool) -> Iterator[None]:
-        """Make the trainer's model compute with this engine's adapter (or without one, if ``adapter`` is False) and
-        noise on norm weights, in evaluation mode, within the context; the policy's own state is restored afterwards."""
+        """Give the trainer's model, within the context, this engine's adapter (if ``adapter``) and noise on norm
+        weights, in evaluation mode; the policy's own state is restored afterwards."""
         wanted = {name: tensor for name, tensor in self._adapter.items() if ".lora_" in name}
         live = policy.adapter_state()
         noise, modules = self._noise, _norms(policy, adapter=adapter)
@@ -268,12 +265,8 @@ class TransformersEngine:
 
 
 class SampledLogprobs(LogitsProcessor):
-    """Logits processor of transformers that applies temperature, top_k and top_p, and records the log-probability of
-    each sampled token.
-
-    transformers' ``generate`` itself can only return the scores of the whole vocabulary for all steps, which would take
-    much memory.
-    """
+    """Logits processor that applies temperature, top_k and top_p, and records the log-probability of each sampled
+    token. transformers' ``generate`` itself could only return the scores of the whole vocabulary for all steps."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._cuts: list[LogitsProcessor] = []
@@ -287,8 +280,7 @@ class SampledLogprobs(LogitsProcessor):
         self._columns: list[Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Apply temperature, top_k and top_p to the logits [B, V] fp32 for the next token of B sequences with the
-        tokens [B, S] int64; returns the logits [B, V] from which the next tokens are sampled."""
+        """Apply temperature, top_k and top_p to logits [B, V] fp32 for the next tokens of sequences [B, S] int64."""
         self._note(input_ids)
         for cut in self._cuts:
             scores = cut(input_ids, scores)
@@ -296,7 +288,7 @@ class SampledLogprobs(LogitsProcessor):
         return scores
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """Return the log-probabilities [B, N] fp32, in nats, of the N tokens per row that ``generate`` sampled."""
+        """Return the log-probabilities [B, N] fp32, in nats, of the N sampled tokens per row."""
         self._note(sequences)
         return torch.cat(self._columns, dim=1)
 
@@ -307,8 +299,7 @@ class SampledLogprobs(LogitsProcessor):
 
 @contextmanager
 def _fp32_head(policy: Policy) -> Iterator[None]:
-    """Make the policy's model compute logits in fp32 within this context, also if its compute dtype has 16 bits, as it
-    does in training."""
+    """Make the model compute logits in fp32 within this context, as in training, if its compute dtype has 16 bits."""
     if policy.dtype.itemsize >= torch.float32.itemsize:
         yield
         return
@@ -326,8 +317,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norms that get noise (AQN), by the names of their weights. If the policy trains norms, PEFT keeps a
-    trained copy of each: these are returned if ``adapter`` is True, and the base's modules if it is False."""
+    """Return the norms that get noise (AQN), by the names of their weights: of norms that the policy trains, the
+    trained copies if ``adapter``, else the base's modules."""
     modules = policy.norm_modules()
     if not adapter:
         for name in modules:

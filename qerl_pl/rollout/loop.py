@@ -33,17 +33,16 @@ class Rollout:
     """All completions that this rank sampled."""
     chosen: ScoredBatch
     """Completions that this rank trains on: all of ``sampled`` or, with dynamic sampling, the groups that were assigned
-    to this rank, some of which other ranks may have sampled."""
+    to this rank."""
     places: list[int]
-    """Index of each group of ``chosen`` among the groups that all ranks train on, whose order does not depend on the
-    number of ranks."""
+    """Index of each group of ``chosen`` among the groups that all ranks train on."""
     experience: Experience
     """The rows of ``chosen`` as tensors."""
     num_refills: int
     """Number of times that dynamic sampling sampled further prompts."""
     num_dropped: int
-    """Number of groups that this rank sampled, minus the number of groups that it trains on, some of which other ranks
-    may have sampled. The sum over the ranks is the number of groups that dynamic sampling dropped."""
+    """Number of groups that this rank sampled, minus the number that it trains on. The sum over the ranks is the number
+    of groups that dynamic sampling dropped."""
     num_noisy_norms: int
     """Number of norms whose weights had noise during sampling."""
 
@@ -161,11 +160,9 @@ class RolloutLoop:
         watch: Stopwatch,
         baseline: Baseline | AdvantageFunction = "centered",
     ) -> ScoredBatch:
-        """Sample completions of prompts with the engine's current adapter and noise on norm weights, and score them by
-        the rewards. ``baseline`` is the rule by which advantages are computed from the rewards of a group (the
-        completions of one prompt). A group whose advantages are all 0 cannot change the policy;
-        ``ScoredBatch.has_signal`` is then False. The default rule, "centered", also works for groups of one
-        completion."""
+        """Sample completions of prompts with the engine's current adapter and noise, and score them by the rewards.
+        ``baseline`` is the rule of advantages by which ``ScoredBatch.has_signal`` is computed; "centered" also works
+        for groups of one completion."""
         seeds: int | list[int] = seed
         if any(prompt.copy for prompt in prompts):
             seeds = [derive_seed(seed, "copy", prompt.copy) if prompt.copy else seed for prompt in prompts]

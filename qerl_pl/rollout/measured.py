@@ -1,5 +1,4 @@
-"""Score some of a rollout's completions with the trainer's model, and compare the results with what the rollout engine
-reported, to find a faulty engine."""
+"""Score some of a rollout's completions with the trainer's model, to find a faulty engine."""
 
 from typing import NamedTuple
 
@@ -19,9 +18,8 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 
 class Measured(NamedTuple):
-    """Result of ``measure_some``: log-probabilities, in nats, of the N tokens of some completions by trainer and
-    rollout engine, and log-likelihood ratios for the tests of whether the engine sampled these tokens from the
-    distribution that it reports."""
+    """Result of ``measure_some``: log-probabilities of the N tokens of some completions by trainer and rollout engine,
+    and log-likelihood ratios for the tests of whether the engine sampled them from the distribution it reports."""
 
     trainer: Tensor
     """[N] fp64 in nats, log-probabilities that the trainer computed."""
@@ -33,18 +31,16 @@ class Measured(NamedTuple):
     rows: Tensor
     """[N] int64, for each token the position of its completion in ``chosen``."""
     evidence: Tensor
-    """[len(SHARES) * K] fp64 in nats, log-likelihood ratios of K other ways of sampling to sampling from the reported
-    distribution, from the completions of all ranks (``policy.evidence``)."""
+    """[len(SHARES) * K] fp64 in nats, log-likelihood ratios of K other ways of sampling to the reported distribution,
+    over all ranks (``policy.evidence``)."""
     chosen: list[int]
     """Indices of the chosen completions in this rank's batch."""
     margins: Tensor
-    """[M] fp32 in nats, by how much the trainer's logits would have to change so that the request's random numbers
-    select the sampled token (``policy.margins``), for those tokens of the chosen completions that ``is_audited``
-    selects. Equal completions count once. Empty if the trainer cannot compute the engine's random numbers."""
+    """[M] fp32 in nats, margins (``policy.margins``) of the tokens of the distinct chosen completions that
+    ``is_audited`` selects; empty if the trainer cannot compute the engine's random numbers."""
     draws: Tensor
-    """[len(SHARES)] fp64 in nats, log-likelihood ratios of the hypothesis that completions were sampled with other
-    random numbers than those of their seeds to the hypothesis that they were not (``policy.margins.draw_evidence``),
-    over all ranks; 0 without margins."""
+    """[len(SHARES)] fp64 in nats, log-likelihood ratios of other random numbers to those of the completions' seeds
+    (``policy.margins.draw_evidence``), over all ranks; 0 without margins."""
 
 
 def measure_some(
@@ -60,15 +56,13 @@ def measure_some(
     other_rounding: bool = False,
 ) -> Measured:
     """Choose some of this rank's completions at random, and compute with the trainer's model the log-probabilities of
-    their tokens, under the policy with the rollout's noise on norm weights and under other ways of sampling, such as
-    another temperature (``evidence.ALTERNATIVES``). If the completions have seeds, also compute how far each token is
-    from the one that the sampler's random numbers, which follow from the seed, select (``policy.margins``). Every rank
-    must call this function, because it adds up values of all ranks.
+    their tokens, under the policy with the rollout's noise on norm weights and under other ways of sampling
+    (``evidence.ALTERNATIVES``), and, if completions have seeds, the margins of their tokens (``policy.margins``). Every
+    rank must call this function, because it adds up values of all ranks.
 
-    ``max_tokens`` limits the tokens of the chosen prompts and completions of all ranks together. Completions of a rank
-    that are equal, with equal prompts, count once. Each rank may exceed its share of the limit by at most one
-    completion. If ``other_rounding``, log-probabilities are computed a second time, with random rounding errors added
-    (``policy.shaken``).
+    ``max_tokens`` limits the tokens of the distinct chosen rows, prompts included, of all ranks together; each rank may
+    exceed its share by at most one completion. If ``other_rounding``, log-probabilities are computed a second time,
+    with random rounding errors added (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)
     limit, places, which, total = max_tokens / ranks.num_ranks(), [], [], 0

@@ -42,13 +42,11 @@ class Others(NamedTuple):
 
     evidence: Tensor
     """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, log-likelihood ratios of the other policies to the current one,
-    from the completions of all ranks (``policy.evidence``); 0 for policies that equal the current one."""
+    over all ranks (``policy.evidence``); 0 for policies that equal the current one."""
     strengths: dict[str, float]
-    """Strength for the next test of each other policy: the multiple of its distance by which to move the current policy
-    (``other_policy.next_strength``)."""
+    """Strength for the next test of each other policy (``other_policy.next_strength``)."""
     parts: dict[str, float]
-    """Fraction of each other policy's effect that the engine's errors contain, mean over ranks (``other_policy.part``):
-    about 0 for a correct engine, 1 if all tokens were sampled with the other policy."""
+    """Fraction of each other policy's effect in the engine's errors, mean over ranks (``other_policy.part``)."""
 
 
 def measure_others(
@@ -64,14 +62,11 @@ def measure_others(
     max_tokens: int,
 ) -> Others:
     """Test whether the rollout engine sampled completions with another policy than the current one
-    (``OTHER_POLICIES``): return the log-likelihood ratio of each other policy to the current one, and the strengths for
-    the next call. Every rank must call this function, because it adds up values of all ranks.
+    (``OTHER_POLICIES``). Every rank must call this function, because it adds up values of all ranks.
 
     For each of these policies that differs from the current one, two forward passes are made, with weights moved
-    towards this policy and away from it. They compute the log-probabilities of the first completions that
-    ``measure_some`` chose, up to ``max_tokens`` tokens of prompts and completions of all ranks together. Equal
-    completions of a prompt count once, and so does a token that several completions have after the same preceding
-    tokens.
+    towards this policy and away from it, over the first distinct completions that ``measure_some`` chose. A token that
+    several completions have after the same preceding tokens counts once.
 
     Args:
         policy: the current policy.
@@ -83,7 +78,7 @@ def measure_others(
             previous call); ``STRONGEST`` for policies without one.
         temperature: the sampling temperature.
         micro_batch_tokens: largest number of tokens in one forward pass.
-        max_tokens: limit on the tokens of all ranks together.
+        max_tokens: limit on the tokens, prompts included, of all ranks together.
     """
     places = _distinct(batch, measured, max_tokens / ranks.num_ranks())
     chosen = [measured.chosen[place] for place in places]
@@ -119,8 +114,8 @@ def measure_others(
 
 
 def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]:
-    """Return the positions in ``measured.chosen`` of the first distinct completions, with at most one more than fit in
-    ``limit`` tokens of prompts and completions."""
+    """Return the positions in ``measured.chosen`` of the first distinct completions, up to ``limit`` tokens or one
+    completion more."""
     seen, places, total = set[tuple[tuple[int, ...], tuple[int, ...]]](), [], 0
     for place, row in enumerate(measured.chosen):
         both = (batch.prompts[row].tokens, batch.completions[row].tokens)
@@ -149,8 +144,8 @@ def _others(
 
 
 def _base_value(policy: Policy, name: str, tensor: Tensor) -> Tensor:
-    """Return the value of a trained tensor with which the model computes the same as the base model without an adapter:
-    0 for LoRA's B, the base's weight for a trained norm, and the unchanged value for LoRA's A."""
+    """Return the value of a trained tensor with which the model computes the same as the base: 0 for LoRA's B, the
+    base's weight for a norm, and the tensor itself for LoRA's A."""
     if ".lora_" in name:
         return torch.zeros_like(tensor) if ".lora_B" in name else tensor
     norm: Any = policy.causal_lm.get_submodule(name.removeprefix(PEFT_PREFIX).removesuffix(".weight"))
@@ -176,8 +171,8 @@ def _moved(policy: Policy, other: Mapping[str, Tensor] | None, noise: NormNoise,
 
 @torch.no_grad()
 def _logprobs(policy: Policy, batch: ScoredBatch, chosen: Sequence[int], temperature: float, limit: int) -> Tensor:
-    """Compute log-probabilities with the model's current weights, [N] fp64 in nats, for the N tokens of the completions
-    with the indices ``chosen`` in ``batch``, in micro-batches of up to ``limit`` tokens, prompts included."""
+    """Compute log-probabilities with the model's current weights, [N] fp64 in nats, of the tokens of the completions
+    ``chosen``, in micro-batches of up to ``limit`` tokens."""
     prompts, completions = [batch.prompts[row].tokens for row in chosen], [batch.completions[row] for row in chosen]
     logprobs = dict[int, Tensor]()
     for inputs in passes(prompts, completions, limit, policy.causal_lm.device):

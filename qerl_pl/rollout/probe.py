@@ -39,9 +39,8 @@ exceeds ``GOOD``."""
 
 
 def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Tensor]:
-    """Draw a random LoRA adapter, with which rollout engines are checked (probe adapter). A is drawn as at the start of
-    training, from U(-K^-1/2, K^-1/2) for K inputs, and B from N(0, s^2), where s is proportional to ``strength``.
-    Trained norms keep the policy's weights."""
+    """Draw a random LoRA adapter (probe adapter): A as at the start of training, from U(-K^-1/2, K^-1/2) for K inputs,
+    and B from N(0, s^2), where s is proportional to ``strength``. Trained norms keep the policy's weights."""
     adapter = policy.adapter_state()
     device = next(iter(adapter.values())).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -99,11 +98,10 @@ def find_strength(
 
 
 def best_strength(shares: Mapping[float, float]) -> float | None:
-    """Choose the strength of probe adapters (``probe_adapter``). ``shares`` has, for each strength, the ratio of
-    rounding errors to the change of log-probabilities by such an adapter. Of the strengths whose ratio is at most
-    ``GOOD`` and at most twice the smallest, the weakest is chosen, because a weaker adapter magnifies rounding errors
-    less. If no ratio is at most ``GOOD``, the strength with the smallest ratio is chosen, or None if this ratio is
-    above ``USABLE``."""
+    """Choose the strength of probe adapters. ``shares`` has, for each strength, the ratio of rounding errors to the
+    change of log-probabilities. Of the strengths whose ratio is at most ``GOOD`` and at most twice the smallest, the
+    weakest is chosen, because it magnifies rounding errors less; else the one with the smallest ratio, or None if this
+    is above ``USABLE``."""
     best = min(shares.values(), default=1.0)
     limit = max(best, min(2 * best, GOOD))
     return min(strength for strength, share in shares.items() if share <= limit) if best <= USABLE else None

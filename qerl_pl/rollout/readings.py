@@ -37,9 +37,8 @@ def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> dict[str, float]:
 
 def lengths_and_means(batch: ScoredBatch) -> list[tuple[float, float]]:
     """Return for each completion its number of tokens and the mean of their log-probabilities in nats. Equal
-    completions of a prompt all get the mean of the first one. Their own means may differ in the last bits, because an
-    engine computes a prompt with its first completion and finds it cached for the others, and the test of whether
-    values depend on the place in the group would find that."""
+    completions of a prompt get the mean of the first one: an engine finds their prompt cached, so their own may differ
+    in the last bits, which the test of whether values depend on the place in the group would find."""
     firsts: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
     return [
         (
@@ -57,9 +56,8 @@ def num_different(trainer: Tensor) -> int:
 
 
 def have_own_rewards(loop: RolloutLoop, batch: ScoredBatch) -> bool:
-    """Return whether each completion of a batch gets the same reward if the others of its group are left out. Some do
-    not if a reward compares completions, as a majority vote does, or draws random numbers. Every rank must call this
-    function, because the result is for the batches of all ranks."""
+    """Return whether each completion of all ranks' batches gets the same reward if the others of its group are left
+    out. Some do not if a reward compares completions or draws random numbers. Every rank must call this function."""
     equal = True
     try:
         for place in range(batch.group_size):

@@ -53,9 +53,9 @@ class ScoredBatch:
         metric: str | None = None,
     ) -> ScoredBatch:
         """Build a batch of B completions, ``group_size`` for each prompt. A completion counts in the loss if it has a
-        score and, with ``filter_truncated``, was not cut off at max_tokens. A group (the completions of one prompt) has
-        a signal, so that the policy can learn from it, if a completion that counts has an advantage other than 0 by the
-        rule ``baseline`` and, given ``metric``, the group's scores of the reward of this name differ."""
+        score and, with ``filter_truncated``, was not cut off at max_tokens. A group has a signal if a completion that
+        counts has an advantage other than 0 by the rule ``baseline`` and, given ``metric``, the group's scores of the
+        reward of this name differ."""
         finished = torch.tensor([completion.finished for completion in completions], dtype=torch.bool)
         in_loss = table.scored & (finished | (not filter_truncated))
         grouped = (values.view(-1, group_size) for values in (table.total, table.scored, in_loss))
@@ -85,7 +85,7 @@ class ScoredBatch:
 
     def group_numbers(self) -> dict[str, list[float]]:
         """Return statistics of lengths, rewards, finished and distinct completions by name, each with one value per
-        group (the completions of a prompt); "mean reward" has no value for groups in which no completion was scored."""
+        group; "mean reward" has no value for groups in which no completion was scored."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)
@@ -165,10 +165,9 @@ class ScoredBatch:
 def collate(
     prompts: Sequence[Prompt], completions: Sequence[Completion], *, scored: Tensor, advantages: Tensor, in_loss: Tensor
 ) -> Experience:
-    """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. ``scored`` [B]
-    bool says whether the completion has a reward (it has none if its reward could not be computed), ``advantages`` is
-    [B] fp32, and ``in_loss`` [B] bool says whether the row counts in the loss. Raises ValueError if the arguments have
-    different numbers of rows, or if a completion has more or fewer tokens than log-probabilities."""
+    """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. ``scored``,
+    ``advantages`` and ``in_loss``, [B], are as in ``Experience`` and ``ScoredBatch``. Raises ValueError if the
+    arguments have different numbers of rows, or a completion more or fewer tokens than log-probabilities."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

@@ -17,8 +17,7 @@ from qerl_pl.common.files import allow_reading, replacing
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Values of the N sampled tokens of one completion, such as their log-probabilities. ``FileTokens`` has those of
-    all completions of a file."""
+    """Values of the N sampled tokens of one completion."""
 
     ids: Tensor
     """[N] int64, token ids."""
@@ -35,8 +34,7 @@ class RowTokens:
 
 @dataclass(frozen=True)
 class FileTokens:
-    """Values of each token (those of ``RowTokens``) of B completions with N sampled tokens in all, one completion after
-    another."""
+    """Values of ``RowTokens`` for B completions with N sampled tokens in all, one completion after another."""
 
     ids: Tensor
     """[N] int32."""
@@ -58,9 +56,8 @@ class FileTokens:
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write the log-probability, entropy and other values (``RowTokens``) of each token of completions to a
-    .safetensors file, atomically. The file takes ten bytes per token, and two more if a teacher (of distillation) has
-    scored the tokens. ``pieces`` has the text of each token that occurs, by token id."""
+    """Write values of each token of completions to a .safetensors file, atomically: ten bytes per token, and two more
+    with a teacher. ``pieces`` has the text of each token that occurs, by token id."""
     bounds = [0]
     for row in rows:
         bounds.append(bounds[-1] + len(row.ids))
@@ -84,7 +81,7 @@ def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) 
 
 
 def read_tokens(path: Path) -> FileTokens | None:
-    """Read a file that ``write_tokens`` wrote; returns None, with a warning on stderr, if it is damaged."""
+    """Read a file that ``write_tokens`` wrote; None, with a warning on stderr, if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)

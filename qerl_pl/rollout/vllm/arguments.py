@@ -29,13 +29,10 @@ def llm_arguments(
     recorder: Any,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. ``memory.kv_cache_bytes``, the KV
-    cache's size, is None if neither the prediction of GPU memory nor the user has chosen it; ``platform_arguments``
-    then chooses it. ``hooks`` and ``recorder`` are arguments of ``loader.register_loader``, which is called here.
-
-    Norms whose weights get noise (AQN) keep these weights in fp32, because 16-bit weights would round small noise away.
-    Logits are computed in fp32, as in the trainer.
-    """
+    """Build the arguments of ``vllm.LLM`` that depend on the policy and the machine. If ``memory.kv_cache_bytes`` is
+    None, ``platform_arguments`` chooses the size of the KV cache. ``hooks`` and ``recorder`` are arguments of
+    ``loader.register_loader``, which is called here. Norms whose weights get noise (AQN) keep these weights in fp32,
+    because 16-bit weights would round small noise away; logits are computed in fp32, as in the trainer."""
     from qerl_pl.rollout.vllm.loader import register_loader
 
     arguments = policy_arguments(policy, dtype=dtype, max_model_len=max_model_len, decoding_kernel=kernel)
@@ -64,9 +61,8 @@ def llm_arguments(
 
 
 def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings of Ministral 3's position-dependent scaling of queries as overrides of the model's config;
-    empty for other models. vLLM 0.32 reads these settings only from checkpoints in Mistral's own format, and would omit
-    the scaling otherwise."""
+    """Return the settings of Ministral 3's scaling of queries as overrides of the model's config; empty for other
+    models. vLLM 0.32 reads them only from checkpoints in Mistral's own format, and would omit the scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" not in rope:
         return {}
@@ -76,12 +72,9 @@ def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
 
 def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
     """Build the arguments of ``vllm.LLM`` for models with recurrent layers, which override the user's settings; empty
-    for other models.
-
-    The prefix cache is off, because vLLM 0.32 stores recurrent states in it only at the ends of blocks of hundreds of
-    tokens, and only if prompts are split into chunks. Prompts are computed by Triton kernels, because FlashInfer's
-    kernels, which vLLM would use on Hopper, are compiled during the first rollout.
-    """
+    for other models. The prefix cache is off, because vLLM 0.32 stores recurrent states in it only at the ends of
+    blocks of hundreds of tokens, and only if prompts are split into chunks. Prompts are computed by Triton kernels,
+    because FlashInfer's, which vLLM would use on Hopper, are compiled during the first rollout."""
     if not num_recurrent_layers(config):
         return {}
     return {"enable_prefix_caching": False, "gdn_prefill_backend": "triton"}
@@ -122,9 +115,8 @@ def policy_arguments(
 
 
 def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) -> dict[str, bool]:
-    """Choose the settings of Inductor, torch's compiler, which on a GPU compiles the operations of vLLM's model that
-    are neither linear layers nor attention. ``recurrent`` says whether some layers have a recurrent state instead of
-    keys and values."""
+    """Choose the settings of Inductor, torch's compiler, for the operations of vLLM's model that are neither linear
+    layers nor attention, on a GPU. ``recurrent`` says whether some layers have a recurrent state."""
     # Choose the tile sizes of reductions by a fixed rule, which costs no measurable time. Inductor otherwise takes the
     # tile sizes that are fastest when a process first runs them, so the last bits of sums would differ between
     # processes.

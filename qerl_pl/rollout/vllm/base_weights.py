@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 
 class Fused(NamedTuple):
-    """Linear layer of vLLM's model, with the linear layers of the trainer's model that are fused in it, such as q_proj,
-    k_proj and v_proj."""
+    """Linear layer of vLLM's model, with the trainer's linear layers that are fused in it, such as q, k and v_proj."""
 
     name: str
     layer: Any
@@ -40,9 +39,8 @@ class Fused(NamedTuple):
 
 
 def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iterator[Fused]:
-    """Find the linear layers of vLLM's model whose weights are packed 4-bit weights in the trainer's model
-    (``linears``, by names such as ``model.layers.0.mlp.up_proj``). Yields each with the one or, if vLLM has fused them,
-    several layers of the trainer that it computes."""
+    """Yield the linear layers of vLLM's model whose weights are packed 4-bit weights in the trainer's model
+    (``linears``, by names such as ``model.layers.0.mlp.up_proj``)."""
     members = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
         if not isinstance(layer, LinearBase):
@@ -139,15 +137,12 @@ def check_rows(
     """Check that vLLM still holds the trainer's base weights (4-bit ``linears`` and MoE ``routers``, by name), and
     return the number of weights that were compared:
 
-    - Linear layers that vLLM holds dequantised: the first row of each of the trainer's layers.
-    - Linear layers and experts of which trainer and vLLM share one copy (vLLM's layer then has the attribute
-      ``adopted``): a checksum of all weights.
-    - Experts that vLLM holds dequantised, and routers: all rows.
-    - Experts whose 4-bit weights vLLM has rearranged while loading: checksums of all experts (``expert_sums``) are
-      compared with those that ``note_experts`` stored at the end of loading.
+    - the first row of each linear layer that vLLM holds dequantised;
+    - all rows of experts that vLLM holds dequantised, and of routers;
+    - a checksum of all weights of layers of which there is one copy (vLLM's layer has the attribute ``adopted``);
+    - checksums of experts whose 4-bit weights vLLM has rearranged, as of the end of loading (``note_experts``).
 
-    Other linear layers whose weights vLLM has rearranged are left out. Raises CheckFailed if a weight differs from the
-    trainer's, or has changed since it was loaded.
+    Other rearranged layers are left out. Raises CheckFailed if a weight differs, or has changed since loading.
     """
     model, same = worker.get_model(), {}
     for name, layer, _, parts in fused_linears(model, linears):
@@ -182,9 +177,8 @@ def check_rows(
 
 
 def note_experts(model: nn.Module) -> None:
-    """Store checksums of the experts whose 4-bit weights vLLM has rearranged, with which ``check_rows`` finds later
-    changes: each of their MoE layers in vLLM's model gets an attribute ``loaded_sums`` with the result of
-    ``expert_sums``."""
+    """Store checksums of the experts whose 4-bit weights vLLM has rearranged as the attribute ``loaded_sums`` of their
+    MoE layers, with which ``check_rows`` finds later changes."""
     for _, layer in expert_layers(model):
         weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
         if not hasattr(layer, "adopted") and (weight is None or not weight.is_floating_point()):
@@ -192,16 +186,14 @@ def note_experts(model: nn.Module) -> None:
 
 
 def expert_sums(layer: nn.Module) -> Tensor:
-    """Return checksums of all parameters of an MoE layer of vLLM, one per parameter and expert: [parameters * E] int64
-    for E experts (``bit_sums``)."""
+    """Return checksums of all parameters of an MoE layer of vLLM with E experts, [parameters * E] int64."""
     return bit_sums(parameter.detach() for parameter in layer.parameters(recurse=False))
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """Return checksums, one per tensor and expert, of tensors [E, ...] with a first dimension of E experts: [tensors *
-    E] int64. A checksum is the sum of the expert's bits, read as 32-bit words, or as bytes if they are no whole words.
-    One changed word changes the sum, and so do weights exchanged between experts with different sums; words exchanged
-    within one expert do not."""
+    """Return checksums, one per tensor and expert, of tensors [E, ...] of E experts: [tensors * E] int64. A checksum is
+    the sum of the expert's bits, read as 32-bit words, or as bytes if they are no whole words. One changed word changes
+    it, and so do experts exchanged with each other; words exchanged within one expert do not."""
     rows = (tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1) for tensor in tensors)
     sizes = ((row, row.shape[1] * row.element_size()) for row in rows)
     words = (row.view(torch.uint8 if size % 4 else torch.int32) for row, size in sizes)
@@ -216,7 +208,7 @@ def packed_codes(layer: Any) -> Any:
 
 
 def _first_row(linear: FrozenLinear, like: Tensor) -> Tensor:
-    """Dequantise the first row of a packed linear to the dtype and device of the tensor ``like``."""
+    """Dequantise the first row of a packed linear to the dtype and device of ``like``."""
     weight = linear.packed
     if weight.codes.dtype == torch.uint8:  # in another order a row is not a slice
         weight = PackedWeight(weight.codes[:1], weight.block_scale[:1], weight.global_scale)
@@ -229,9 +221,9 @@ def _size(linear: FrozenLinear) -> int:
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
     """Return the NVFP4 tensor scales that vLLM has read for a layer, as the reciprocals that checkpoints of
-    compressed-tensors store: one tensor [n] fp32 for each of the ``count`` linear layers of the trainer that are fused
-    in it; or None for each if vLLM holds no tensor scales. n is 1, except for the first linear layer of a gated delta
-    net: it computes queries, keys and values, for which vLLM holds three scales that should be equal."""
+    compressed-tensors store: [n] fp32 for each of the ``count`` linear layers that are fused in it, or None if vLLM has
+    none. n is 1, except for the first linear layer of a gated delta net: it computes queries, keys and values, for
+    which vLLM holds three scales that should be equal."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

@@ -31,8 +31,7 @@ class NVFP4Config(CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix)
 
     def get_scheme(self, layer: nn.Module, layer_name: str | None = None) -> CompressedTensorsScheme | None:
-        """Return the object by which vLLM stores and computes a linear (its scheme); None if the linear is not
-        quantised."""
+        """Return the object by which vLLM stores and computes a linear; None if the linear is not quantised."""
         if _is_w4a16(self.get_scheme_dict(layer, layer_name)):
             return NVFP4Scheme()
         return super().get_scheme(layer, layer_name)
@@ -43,9 +42,9 @@ def _is_w4a16(scheme: Mapping | None) -> bool:
 
 
 class NVFP4Scheme(CompressedTensorsScheme):
-    """Scheme, in vLLM's sense, for linear layers in NVFP4, also for several that are fused along the outputs (q/k/v,
-    gate/up). Their weights are dequantised once, after loading. Dequantising them in every call would take less memory,
-    but was measured to be 2 (many tokens) to 8 times (few tokens) slower."""
+    """Scheme, in vLLM's sense, for (fused) linear layers in NVFP4. Their weights are dequantised once, after loading.
+    Dequantising them in every call would take less memory, but was measured to be 2 (many tokens) to 8 times (few
+    tokens) slower."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -61,8 +60,7 @@ class NVFP4Scheme(CompressedTensorsScheme):
         weight_loader: Callable[..., None],
         **_: object,
     ) -> None:
-        """Create the parameters of a linear with 4-bit weights under their names in the checkpoint, for vLLM's
-        loader."""
+        """Create the parameters of a linear with 4-bit weights under their names in the checkpoint."""
         self.part_rows, self.dtype = output_partition_sizes, params_dtype
         num_rows, num_columns = sum(output_partition_sizes), input_size_per_partition
         codes = torch.empty(num_rows, num_columns // 2, dtype=torch.uint8)
@@ -76,8 +74,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replace the 4-bit weight of a linear layer by a dequantised one. If several layers are fused in it, each is
-        dequantised with its own tensor scale, whereas vLLM's GPU kernels use the largest of the scales for all."""
+        """Replace the 4-bit weight of a linear layer by a dequantised one. Fused layers are dequantised each with its
+        own tensor scale, whereas vLLM's GPU kernels use the largest of the scales for all."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
@@ -106,9 +104,9 @@ class OneAdapterKernels(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the output of a linear layer's LoRA adapter of rank R, times ``scale``, to y [T, N] in place, for T
-        tokens x [T, K] with K inputs and N outputs. ``output_slices`` has the numbers of outputs n of the layers that
-        are fused into this one, such as q, k and v; each has one A [1, 1, R, K] and one B [1, 1, n, R]."""
+        """Add the output of a linear layer's LoRA adapter of rank R, times ``scale``, to y [T, N] in place, for x [T,
+        K]. Each of the layers that are fused into it, with ``output_slices`` outputs n, has A [1, 1, R, K] and B [1, 1,
+        n, R]."""
         with_adapter = self.token_lora_indices >= 0  # [T]
         if not with_adapter.any():
             return

@@ -16,8 +16,8 @@ Operator = Callable[[Tensor, Tensor, Tensor, Tensor, LayerNameType], None]
 
 
 def with_fp32(bf16: Operator) -> Operator:
-    """Return a replacement of vLLM's operator for gated delta nets: it calls vLLM's operator ``bf16`` for bf16 inputs,
-    and computes inputs of other dtypes by functions of transformers."""
+    """Return a replacement of vLLM's operator ``bf16`` for gated delta nets that computes other dtypes by functions of
+    transformers."""
 
     def cpu_gdn_attention_core(
         mixed_qkv: torch.Tensor,
@@ -39,16 +39,15 @@ def with_fp32(bf16: Operator) -> Operator:
 
 
 def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, outputs: Tensor) -> None:
-    """Compute the convolution and the recurrence of a gated delta net for the new tokens of each request, and update
-    the requests' states.
+    """Compute the convolution and the recurrence of a gated delta net for T new tokens, and update the requests'
+    states.
 
     Args:
         layer: vLLM's layer, whose ``kv_cache`` holds, by slot, the last inputs of the convolution, and fp32 recurrent
             states, whose memory is used as [slots, value heads, key width, value width] although their shape has the
             two widths exchanged.
-        batch: vLLM's ``GDNAttentionMetadata``: tokens of decoding requests come first, one each, then the tokens of
-            prompts.
-        mixed: [T, channels], the projected queries, keys and values of T tokens.
+        batch: vLLM's ``GDNAttentionMetadata``: one token of each decoding request comes first, then the prompts.
+        mixed: [T, channels], the projected queries, keys and values.
         b: [T, value heads]; its sigmoid is the step size of the recurrence.
         a: [T, value heads], from which the decay of the recurrent state is computed.
         outputs: [T, value heads, value width], written in place.
@@ -80,9 +79,8 @@ def _compute(layer: Any, batch: Any, mixed: Tensor, b: Tensor, a: Tensor, output
 def _rows(
     layer: Any, mixed: Tensor, b: Tensor, a: Tensor, conv: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the convolution and the recurrence of a gated delta net for B sequences of S new tokens each, which
-    continue from the given states. Returns outputs [B, S, value heads, value width], and the states of convolution and
-    recurrence after the last new token."""
+    """Compute B sequences of S new tokens each, which continue from the given states. Returns outputs [B, S, value
+    heads, value width], and the states of convolution and recurrence after the last new token."""
     weight = layer.conv1d.weight
     # the convolution's inputs, [B, channels, width of the convolution - 1 + S]
     inputs = torch.cat([conv, mixed.transpose(1, 2)], dim=2)

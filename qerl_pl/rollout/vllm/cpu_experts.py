@@ -24,9 +24,8 @@ PACKED = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Kernel class, in vLLM's sense, that computes the experts of MoE layers by torch on a CPU. It leaves weights in
-    the layout of the checkpoint, so that they can be compared with the trainer's, and supports the LoRA adapter in
-    vLLM's first slot only."""
+    """Kernel class, in vLLM's sense, that computes experts by torch on a CPU. It leaves weights in the layout of the
+    checkpoint, for comparison with the trainer's, and supports the LoRA adapter in vLLM's first slot only."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Leave the weights as they are."""
@@ -42,10 +41,9 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         *_: object,
         **_more: object,
     ) -> None:
-        """Compute an MoE layer for T tokens ``hidden_states`` [T, H]: for each token, the outputs of the k of E experts
-        that its router chose, ``topk_ids`` [T, k], are added, times the router's ``topk_weights`` [T, k]; the sum is
-        written to ``output`` [T, H]. ``w1`` [E, 2I, H] has the weights of gate and up, and ``w2`` [E, H, I] those of
-        down."""
+        """Compute an MoE layer for T tokens ``hidden_states`` [T, H]: the outputs of the k of E experts in ``topk_ids``
+        [T, k], times ``topk_weights`` [T, k], are added up in ``output`` [T, H]. ``w1`` [E, 2I, H] has the weights of
+        gate and up, ``w2`` [E, H, I] those of down."""
         routes = sort_rows(topk_ids.long(), len(w1))
         tokens = routes.order // topk_ids.shape[1]
         rows = hidden_states[tokens]
@@ -68,8 +66,8 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
 
 
 class NVFP4Experts(UnquantizedFusedMoEMethod):
-    """Quantisation method, in vLLM's sense, for experts in NVFP4 on a CPU: the weights are dequantised once, after
-    loading, those of each expert with its own tensor scales."""
+    """Quantisation method, in vLLM's sense, for experts in NVFP4 on a CPU: the weights are dequantised after loading,
+    those of each expert with its own tensor scales."""
 
     group_size = 16
 

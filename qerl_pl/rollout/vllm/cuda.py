@@ -22,20 +22,18 @@ _LIBRARY = Library("qerl_pl", "FRAGMENT")  # torch unregisters a Library's opera
 
 
 class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeIssues]  # vLLM calls it final
-    """LoRA kernels for vLLM on CUDA with one adapter slot: y += x A^T B^T. ``qerl_pl.kernels.lora`` computes the
-    adapters of linear layers. ``qerl_pl.kernels.lora_experts`` computes those of experts in forward passes of few
-    tokens, and vLLM's kernels in passes of more.
+    """LoRA kernels for vLLM on CUDA with one adapter slot: y += x A^T B^T, by ``kernels.lora`` for linear layers and,
+    in forward passes of few tokens, by ``kernels.lora_experts`` for experts.
 
     A tensor with an index per token tells the kernels which tokens use the adapter, so one CUDA graph serves requests
-    with and without the adapter. If no token of a pass uses it, the flag ``no_lora`` is True and no LoRA kernel is
-    launched for linear layers.
+    with and without the adapter. If no token of a pass uses it, no LoRA kernel is launched for linear layers.
     """
 
     def update_metadata(
         self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **_: object
     ) -> None:
         """Write the adapter index of each token of the next forward passes to the GPU, given the adapter id of each
-        token (``mapping``; 0 or less for none) and the adapter id in each slot. vLLM calls this when they change.
+        token (``mapping``; 0 or less for none) and the adapter id in each slot.
 
         vLLM's class also sorts and counts the tokens by adapter on the GPU and reads the results back. Whenever a
         sequence ends, the host would then wait for the GPU to finish a step, and afterwards the GPU for the host.
@@ -54,15 +52,14 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
     adapter index of each token in int32."""
 
     def prepare_for_experts(self) -> None:
-        """Set the metadata that vLLM's LoRA kernels for experts read, once. Later forward passes change only the
-        adapter index of each token."""
+        """Set, once, the metadata that vLLM's LoRA kernels for experts read besides the adapter index of each token."""
         self.with_experts, meta = True, self.token_mapping_meta
         meta.token_lora_mapping.fill_(-1)
         meta.active_lora_ids.copy_(torch.tensor([0, -1]))
 
     def refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raise NotImplementedError for adapters of other layers than linear layers and experts, such as embeddings:
-        their kernels need metadata that only vLLM's own class writes."""
+        """Raise NotImplementedError for adapters of other layers, such as embeddings: their kernels need metadata that
+        only vLLM's own class writes."""
         raise NotImplementedError(
             "these adapter kernels are for linears and experts; vLLM's are used if max_loras is above 1"
         )
@@ -79,9 +76,9 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         output_slices: tuple[int, ...],
         **_: object,
     ) -> None:
-        """Add the output of a linear layer's LoRA adapter of rank R to y [T, N] in place, for T tokens x [T, K] with K
-        inputs and N outputs. Each of the layers that are fused into this one, such as q, k and v, has one A [1, 1, R,
-        K] and, for its n outputs, one B [1, 1, n, R]. B includes LoRA's scaling, so ``scale`` must be 1."""
+        """Add the output of a linear layer's LoRA adapter of rank R to y [T, N] in place, for x [T, K]. Each of the
+        layers that are fused into it has A [1, 1, R, K] and, for its n outputs, B [1, 1, n, R], which includes LoRA's
+        scaling, so ``scale`` must be 1."""
         assert scale == 1, scale
         torch.ops.qerl_pl.add_lora(y, x, slots(lora_a_stacked), slots(lora_b_stacked), *self.tokens)
 
@@ -98,11 +95,11 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         add_inputs: bool = True,
         token_lora_mapping: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Add the output of the LoRA adapters of the experts' gate and up to y [T, k, N] or [T k, N] in place, for T
-        tokens x [T, K] and the k experts of each, ``topk_ids`` [T, k]. Gate and up have one A [1, E, R, K] and one B
-        [1, E, n, R] each, for E experts and rank R.
+        """Add the output of the LoRA adapters of the experts' gate and up to y [T, k, N] or [T k, N] in place, for x
+        [T, K] and the k experts of each token, ``topk_ids`` [T, k]. Gate and up have one A [1, E, R, K] and one B [1,
+        E, n, R] each, for E experts and rank R. For many tokens, and in cases that ``kernels.lora_experts`` does not
+        support, vLLM's own method does this.
 
-        For many tokens, and in cases that ``kernels.lora_experts`` does not support, vLLM's own method does this.
         Returns four values, which vLLM passes on to ``add_lora_w2``: those of vLLM's method, which describe the tokens
         sorted by expert; or, if vLLM's method was not called, None, the experts' ids [T k], None and the adapter index
         of each token.
@@ -126,8 +123,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
         add_inputs: bool = True,
     ) -> None:
         """Add the output of the LoRA adapters of the experts' down, times ``topk_weights`` [T, k], to y [T, k, N] in
-        place, for x [T k, K], the inputs of the k experts of each of T tokens. A is [1, E, R, K] and B [1, E, N, R],
-        for E experts and rank R; ``rest`` begins with the four values that ``add_lora_w13`` has returned."""
+        place, for x [T k, K]. A is [1, E, R, K] and B [1, E, N, R], for E experts and rank R; ``rest`` begins with the
+        four values that ``add_lora_w13`` has returned."""
         sorted_rows, ids, _, _, _num_tokens, _w1, _w2, _k, _max_loras, enabled, *_ = rest
         if sorted_rows is not None or not add_inputs or not lora_experts.is_faster(ids, lora_a_stacked[0][0]):
             super().add_lora_w2(y, x, lora_a_stacked, lora_b_stacked, topk_weights, *rest, add_inputs=add_inputs)
@@ -143,17 +140,15 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Tensors from which the LoRA kernels read which tokens use the adapter: the adapter index of each token,
-        int64, -1 for none, as long as the largest possible number of tokens; and a flag, [1] bool on the host, True if
-        no token uses it."""
+        """Tensors that say which tokens use the adapter: the adapter index of each token, int64, -1 for none, as long
+        as the largest possible number of tokens; and a flag, [1] bool on the host, True if no token uses it."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
-    """Add the output of a linear layer's LoRA adapter to y in place, by ``kernels.lora.add_lora``. This function is
-    registered as a custom operator, which torch.compile does not trace. ``a`` and ``b`` are views of the adapter's
-    slot; they are made by the caller, in compiled code, because that is faster. ``no_lora`` (no token has the adapter)
-    is a tensor, because a bool would become a constant of the compiled graph."""
+    """Add the output of a linear layer's LoRA adapter to y in place: a custom operator, which torch.compile does not
+    trace. ``a`` and ``b`` are views of the adapter's slot, made by the caller in compiled code, because that is faster.
+    ``no_lora`` (no token has the adapter) is a tensor, because a bool would become a constant of the graph."""
     if not no_lora.item():
         lora.add_lora(y, x, a, b, indices)
 
@@ -162,8 +157,8 @@ direct_register_custom_op("add_lora", add_lora, mutates_args=["y"], fake_impl=la
 
 
 def compile_kernels(a: Sequence[Tensor], b: Sequence[Tensor], fewest: int = 1) -> None:
-    """Compile the Triton kernels that a linear layer's LoRA adapter may need in forward passes of ``fewest`` tokens or
-    more. This takes seconds, so it is done before rollouts, for several layers at once in different threads."""
+    """Compile the Triton kernels that a linear layer's adapter may need in forward passes of ``fewest`` tokens or more.
+    This takes seconds, so it is done before rollouts, for several layers in different threads."""
     if len(a) > lora.MOST_SLICES:  # ``lora.add_lora`` splits more slices than MOST_SLICES in the same way
         compile_kernels(a[: lora.MOST_SLICES], b[: lora.MOST_SLICES], fewest)
         compile_kernels(a[lora.MOST_SLICES :], b[lora.MOST_SLICES :], fewest)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DraftCounts:
-    """Counts of drafted tokens, and of the tokens that their verification gave, in speculative decoding. Each counter
-    maps a number of sequences n to the sum over all decoding steps in which n sequences decode."""
+    """Counts of drafted tokens and of what their verification gave. Each counter maps a number of sequences n to the
+    sum over all decoding steps in which n sequences decode."""
 
     drafted: Counter[int] = field(default_factory=Counter)
     """Tokens that were drafted and verified."""

@@ -105,9 +105,8 @@ class VLLMEngine:
         self.draft_counts = DraftCounts()
         """Counts of drafted, verified and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
-        """Counts of drafted and accepted tokens in earlier rollouts, in the form of ``hopper/draft_guard.py``. They
-        decide, for each number of sequences that decode at the same time, whether the next calls draft tokens. If the
-        list is empty, as outside of training, steps of up to 32 sequences have drafts."""
+        """Counts of earlier rollouts, in the form of ``hopper/draft_guard.py``, which decide for how many sequences the
+        next calls draft tokens. If empty, as outside of training, steps of up to 32 sequences have drafts."""
         self._cache_bytes = self.kv_cache_bytes
         """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
         self.start_s: dict[str, float] = {}
@@ -193,9 +192,8 @@ class VLLMEngine:
         return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Complete the start of vLLM: copy the base's norm weights from it, reserve the adapter slots, compile the
-        adapter kernels, set up speculative decoding and CUDA graphs of decoding steps, and load the policy's adapter.
-        """
+        """Complete the start of vLLM: adapter slots and kernels, speculative decoding, CUDA graphs of decoding steps,
+        and the policy's adapter."""
         faster = native.for_vllm()
         self._scheduler().draft_counts = self.draft_counts
         if faster:
@@ -216,8 +214,8 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
-        """Sample completions as ``RolloutEngine.generate`` describes. ValueError is also raised if vLLM does not
-        support the temperature."""
+        """Sample completions as ``RolloutEngine.generate`` describes. ValueError is also raised for temperatures that
+        vLLM does not support."""
         self._check(prompts, max_tokens=sampling.max_tokens)
         requests.check_temperature(sampling.temperature)
         if sampling.stop:  # vLLM was started without a tokenizer, and needs one to find stop strings
@@ -236,9 +234,8 @@ class VLLMEngine:
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Compute, for each sequence, the log-probabilities of all its tokens except the first, in nats at temperature
-        1. Each sequence becomes a request whose prompt is all tokens but the last. vLLM returns the log-probabilities
-        of the prompt's tokens, and that of the sequence's last token as one of the candidates for the next token."""
+        """Score sequences as ``RolloutEngine.score`` describes. The prompt of a request is all tokens but the last,
+        whose log-probability vLLM returns as that of a candidate for the next token."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -264,8 +261,7 @@ class VLLMEngine:
 
     def set_norm_noise(self, noise: NormNoise) -> int:
         """Write norm weights with noise into vLLM's model, read vLLM's weights back, and return the number of norms
-        whose weights equal those that were written. If the noise's ``sigma`` is 0, weights without noise are written,
-        and 0 is returned."""
+        whose weights equal those that were written, or 0 for sigma 0."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -275,8 +271,7 @@ class VLLMEngine:
         return held if noise.sigma else 0
 
     def fingerprint(self) -> dict[str, int]:
-        """Compute checksums of the adapter and norm weights that vLLM holds, and check that vLLM's base weights equal
-        the trainer's."""
+        """Compute checksums of vLLM's adapter and norm weights, and check that its base weights equal the trainer's."""
         from qerl_pl.rollout.vllm.base_weights import check_rows
 
         known = self._policy.adapter_state() if self._running() else {}
@@ -302,8 +297,7 @@ class VLLMEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Allocate again the memory that ``sleep`` freed, and copy weights back to the GPU if ``sleep`` moved them to
-        host memory."""
+        """Allocate again, or copy back, what ``sleep`` freed."""
         if not self._asleep:
             return
         assert self._llm is not None

@@ -17,8 +17,8 @@ RANK = "expert_slot_rank"
 
 def router_in_fp32(self: Any, x: Tensor) -> Any:
     """Compute the logits [T, E] of a router for T tokens x [T, H] in fp32; replaces the ``forward`` of vLLM's router,
-    which rounds them to 16 bits. On a GPU, one kernel multiplies bf16 inputs; this is exact, because products of bf16
-    numbers are exact in fp32."""
+    which rounds them to 16 bits. On a GPU, one kernel multiplies bf16 inputs; this is as exact as converting the inputs
+    to fp32 first, because products of bf16 numbers are exact in fp32."""
     weight = self.weight
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
         logits = torch.mm(x, weight.T, out_dtype=torch.float32)
@@ -29,7 +29,8 @@ def router_in_fp32(self: Any, x: Tensor) -> Any:
 
 def of_own_rank(create: Callable[..., None]) -> Callable[..., None]:
     """Wrap vLLM's method that creates the adapter slots of the experts of an MoE layer, so that the slots get the rank
-    of the key ``RANK``, if there is one."""
+    that vLLM's setting ``additional_config`` has under the key ``RANK``; without this key, they get the rank of all
+    other slots."""
 
     def create_lora_weights(self: Any, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         settings: Any = get_current_vllm_config().additional_config

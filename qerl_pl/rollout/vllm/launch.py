@@ -45,11 +45,10 @@ def launch(
     decoding_kernel: Literal["auto", "native", "humming"],
     watch: Stopwatch,
 ) -> Launched:
-    """Start ``vllm.LLM`` with the policy's base model. ``sizes.kv_cache_bytes``, the KV cache's size, is None if
-    neither the prediction of GPU memory nor the user has chosen it; ``platform_arguments`` then chooses it.
-    ``settings`` are arguments of ``vllm.LLM`` that the user set; they override those that follow from the policy.
-    ``watch`` measures the seconds of importing vLLM ("imports") and of starting it ("vLLM"). Raises ValueError if vLLM
-    does not start, or if ``decoding_kernel`` is "native" and this project's CUDA kernels cannot run."""
+    """Start ``vllm.LLM`` with the policy's base model. ``settings`` are arguments that the user set; they override
+    those that follow from the policy and from ``sizes`` (``llm_arguments``). ``watch`` measures the seconds of
+    importing vLLM ("imports") and of starting it ("vLLM"). Raises ValueError if vLLM does not start, or if
+    ``decoding_kernel`` is "native" and this project's CUDA kernels cannot run."""
     # vLLM uses deprecated names of torch. The warnings are hidden, because users can do nothing about them.
     quietly = warnings.catch_warnings(action="ignore", category=FutureWarning)
     with preserved_rng(), preserved_torch_settings(), any_algorithm(), quietly:
@@ -101,8 +100,8 @@ def launch(
 
 
 def refusal(error: Exception) -> ValueError:
-    """Return a ValueError with a message of one line for an error with which vLLM failed to start. The error's
-    traceback is written to a file, which the message names."""
+    """Return a ValueError of one line for an error with which vLLM failed to start, and write its traceback to a file,
+    which the message names."""
     text = " ".join(str(error).split())[:500]
     return ValueError(
         f"vLLM does not start with this model and these settings: {type(error).__name__}: {text} (traceback: "

@@ -1,6 +1,5 @@
-"""Model loader for vLLM that shares memory with the trainer where possible: some parameters of vLLM's model are set to
-the trainer's tensors, and all others are read from the checkpoint. If vLLM has no kernels for the base model's 4-bit
-format, the loader gives vLLM the trainer's weights dequantised."""
+"""Model loader for vLLM that shares memory with the trainer where possible, and gives vLLM the trainer's weights
+dequantised if vLLM has no kernels for their 4-bit format. All other parameters are read from the checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -37,10 +36,9 @@ def register_loader(
             memory must not move while the engine runs. Tensors whose shape, dtype or device differs from vLLM's
             parameter are not shared, for example because vLLM pads vocabularies to a multiple of 64.
         unpacked: the trainer's linear layers with 4-bit weights, by name, that vLLM is to hold dequantised.
-        packed: those that vLLM is to hold in 4 bits, too. The weights that vLLM reads for them are compared with the
-            trainer's.
-        hooks: if this project's CUDA kernels compute the layers in ``packed``, the module ``hopper.one_copy``, whose
-            functions let vLLM use the trainer's memory for them; else None.
+        packed: those that vLLM is to hold in 4 bits, too. The weights that it reads are compared with the trainer's.
+        hooks: the module ``hopper.one_copy``, whose functions let vLLM use the trainer's memory for ``packed``; None if
+            this project's CUDA kernels do not compute these layers.
         recorder: records the experts that vLLM's routers choose; None if they are not needed.
     """
 

@@ -1,9 +1,8 @@
 """Free the memory pool of vLLM's sleep mode completely when an engine ends, and drop vLLM's references to the trainer's
 memory.
 
-vLLM has one such pool per process, and refuses to start an engine while any byte of the pool is in use. Modules,
-compiled graphs or caches may still refer to tensors of an engine that has ended. The functions of this module free
-these tensors' memory in spite of the references, and never free memory outside the pool.
+vLLM has one such pool per process, and refuses to start an engine while any byte of it is in use. Modules, compiled
+graphs or caches may still refer to tensors of an engine that has ended, whose memory is freed here all the same.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _left: dict[int, Any] = {}
-"""Segments of vLLM's memory pool that could not be freed when their engine ended, because something still references
-them: vLLM's record of each segment, by address."""
+"""vLLM's record of each segment of its memory pool, by address, that could not be freed when its engine ended, because
+something still references it."""
 
 
 def free(worker: WorkerBase) -> None:
@@ -81,24 +80,22 @@ def collect() -> None:
 
 
 def left() -> int:
-    """Return the bytes of vLLM's memory pool that are still allocated for engines that have ended."""
+    """Return the bytes of vLLM's pool that are still allocated for engines that have ended."""
     pool = allocator()
     held = pool.pointer_to_data if pool else {}
     return sum(data.handle[1] for address, data in _left.items() if held.get(address) is data)
 
 
 def given_back() -> int:
-    """Return the bytes of vLLM's memory pool that a sleeping engine has given back to the GPU; torch still counts them
-    as allocated."""
+    """Return the bytes of vLLM's pool that a sleeping engine has given back to the GPU, which torch still counts."""
     pool = allocator()
     return sum(data.handle[1] for data in pool.pointer_to_data.values() if data.is_asleep) if pool else 0
 
 
 @contextmanager
 def ignoring_what_is_left() -> Iterator[None]:
-    """Let vLLM start within the context although vLLM's memory pool still holds memory of ended engines. vLLM checks
-    that the pool is empty before it loads weights; within the context, only memory of running engines counts in this
-    check. If the start fails, later starts also ignore the memory that the failed start has not freed."""
+    """Let vLLM start within the context although its pool, which it expects to be empty, still holds memory of ended
+    engines. If the start fails, later starts also ignore the memory that it has not freed."""
     pool = allocator()
     before = dict(pool.pointer_to_data) if pool else {}
     count = pool.get_current_usage if pool else None

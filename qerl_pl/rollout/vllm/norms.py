@@ -29,8 +29,7 @@ def arguments(*, compiled: bool) -> dict[str, Any]:
 
 
 def widen(model: nn.Module, norms: Sequence[str]) -> None:
-    """Convert the weights of those norms of a loaded vLLM model that ``norms`` names, such as input_layernorm, to fp32
-    in every block."""
+    """Convert the weights of the norms of a loaded vLLM model that ``norms`` names, in every block, to fp32."""
     for name, module in model.named_modules():
         if is_noise_norm(f"{name}.weight", norms):
             module.weight = nn.Parameter(module.get_parameter("weight").detach().float(), requires_grad=False)

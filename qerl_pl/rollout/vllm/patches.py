@@ -20,10 +20,9 @@ from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once
 
 
 def apply_all() -> None:
-    """Apply the patches of vLLM and torch that stay in force until the process ends; a second call changes nothing.
-    (The other patches of this module are context managers, which an engine uses when it starts, sleeps or ends.) On
-    platforms other than CPU and CUDA nothing is patched. Raises RuntimeError if an attribute that is to be patched is
-    gone or has another signature."""
+    """Apply the patches that stay in force until the process ends; a second call changes nothing. The others are
+    context managers, which an engine uses. On platforms other than CPU and CUDA nothing is patched. Raises RuntimeError
+    if an attribute that is to be patched is gone or has another signature."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -155,9 +154,7 @@ def sleep_beside_other_processes(given_back: Callable[[], int]) -> Iterator[None
     Cause: vLLM compares the free memory of the whole GPU before and after it frees its own.
     Versions: vLLM 0.32. Upstream: no issue known.
 
-    Args:
-        given_back: returns the bytes that vLLM's pool has given back to the GPU; vLLM then compares these instead of
-            the GPU's free memory.
+    ``given_back`` returns the bytes that vLLM's pool has given back to the GPU, which are compared instead.
     """
     plainly = torch.accelerator.get_memory_info
 

@@ -10,9 +10,8 @@ _registered = False
 
 
 def register() -> None:
-    """Apply the patches of vLLM that stay in force until the process ends; on a CPU, also add NVFP4 with 16-bit
-    activations to the formats that vLLM supports. A second call changes nothing. Raises RuntimeError if the patches do
-    not fit the installed version of vLLM."""
+    """Apply the patches of vLLM that stay in force; on a CPU, also add NVFP4 with 16-bit activations to its formats. A
+    second call changes nothing. Raises RuntimeError if the patches do not fit the installed version of vLLM."""
     from vllm.platforms import current_platform
 
     global _registered

@@ -12,18 +12,15 @@ from qerl_pl.common.packages import TESTED, installed_vllm
 
 
 def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` of another package by ``new``, after checking that it has the parameters
-    ``takes``, in this order, and further parameters only with defaults. Raises RuntimeError if the attribute does not
-    exist or has another signature."""
+    """Replace the function ``owner.name`` of another package by ``new``. Raises RuntimeError if it does not exist or
+    has other parameters than ``takes`` (``expect``)."""
     expect(owner, name, takes)
     setattr(owner, name, new)
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` of another package by ``make(owner.name)``, after checking that
-    ``owner.name`` has the parameters ``takes``, as ``replace`` does. If ``owner.name`` is already a function of a
-    module of this project, nothing is checked or changed. So a second call has no effect, if ``make`` returns a
-    function of this project."""
+    """Replace the function ``owner.name`` by ``make(owner.name)``, as ``replace`` does, unless it is a function of this
+    project already. So a second call has no effect."""
     present = getattr(owner, name, None)
     if not str(getattr(present, "__module__", "")).startswith("qerl_pl."):
         replace(owner, name, make(present), takes=takes)
@@ -60,8 +57,8 @@ def replaced(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> Ite
 
 
 def expect(owner: Any, name: str, takes: Sequence[str]) -> None:
-    """Check that the function ``owner.name`` of another package exists and has the parameters ``takes``, in this order,
-    and further ones only with defaults; raises RuntimeError if not."""
+    """Raise RuntimeError unless the function ``owner.name`` of another package exists and has the parameters ``takes``,
+    in this order, and further ones only with defaults."""
     where = f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}"
     about = f"{' '.join(installed_vllm())}, which this project patches (python -m qerl_pl doctor lists the patches)"
     tested = ", ".join(TESTED["vllm"])

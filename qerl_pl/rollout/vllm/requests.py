@@ -58,7 +58,7 @@ def results(
     on_cpu: bool,
 ) -> list[RequestOutput]:
     """Clear vLLM's prefix cache, run one request per prompt, with the adapter ``lora`` unless it is None, and return
-    vLLM's results in the order of the prompts. Raises RuntimeError if requests of an earlier call are still queued."""
+    the results in order. Raises RuntimeError if requests of an earlier call are still queued."""
     from vllm.inputs import TokensPrompt
 
     if not llm.reset_prefix_cache():
@@ -80,12 +80,9 @@ def results(
 def completion(
     output: RequestOutput, logprobs: Sequence[float], routes: Tensor | None = None, seed: int | None = None
 ) -> Completion:
-    """Build a completion from the result of a sampling request.
-
-    ``logprobs`` are the log-probabilities of the sampled tokens in nats. ``routes`` [tokens, L, k] int16 are the
-    experts that computed the tokens of prompt and completion in a mixture-of-experts model (``Completion.routes``).
-    ``seed`` is the request's seed, or None if vLLM's sampling noise is not a hash of the seed; then ``policy.margins``
-    cannot compute the noise again to check the samples.
+    """Build a completion from the result of a sampling request, the log-probabilities of its tokens in nats, and its
+    ``routes`` [tokens, L, k] int16 (``Completion.routes``). ``seed`` is None if vLLM's sampling noise is not a hash of
+    the request's seed, so that ``policy.margins`` cannot compute it again.
     """
     [sampled] = output.outputs
     tokens = tuple(sampled.token_ids)

@@ -31,9 +31,8 @@ class RouteRecorder:
         nothing was recorded. The last row is written for padding, whose slot is -1."""
 
     def bind(self, model: nn.Module, config: VllmConfig) -> None:
-        """Make the routers of vLLM's model call ``capture`` in every forward pass with the layer and the experts that
-        they choose. Raises ValueError if a kernel or router of the model does not support this, or if trainer and vLLM
-        have different numbers of MoE layers."""
+        """Make the routers of vLLM's model call ``capture`` in every forward pass. Raises ValueError if a kernel or
+        router does not support this, or if trainer and vLLM have different numbers of MoE layers."""
         layers = sorted({module.layer_id for module in model.modules() if isinstance(module, MoERunner)})
         if len(layers) != self.routing.num_layers:
             raise ValueError(f"vLLM has {len(layers)} mixtures of experts, the trainer {self.routing.num_layers}")

@@ -56,15 +56,14 @@ class RolloutScheduler(AsyncScheduler):
         """Tokens of running requests that have not been output yet."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return the log-probabilities, in nats, of the tokens sampled for each request since the last call, and forget
-        them. The keys are the ids that the caller gave to the requests."""
+        """Return the log-probabilities, in nats, of the tokens sampled for each request since the last call, by the
+        caller's ids, and forget them."""
         return _taken(self._logprobs)
 
     def take_routes(self) -> dict[str, Tensor]:
-        """Return the experts of a mixture-of-experts model that computed the tokens of each request that has ended
-        since the last call, and forget them: [T, L, k] int16 for T tokens, L layers with experts and k experts per
-        token. T counts prompt and completion without the last token, which was sampled but not passed through the
-        model. The keys are the ids that the caller gave to the requests. Empty if ``recorder`` is None."""
+        """Return the experts that computed the tokens of each request that has ended since the last call, by the
+        caller's ids, and forget them: [T, L, k] int16 for T tokens of prompt and completion without the last, L layers
+        with experts and k experts per token. Empty if ``recorder`` is None."""
         if self._routes and torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the copies to the host
         return _taken(self._routes)
@@ -85,16 +84,14 @@ class RolloutScheduler(AsyncScheduler):
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """Store for ``take_routes`` which experts computed the tokens of an ended request, and let vLLM free the
-        request."""
+        """Store an ended request's routes for ``take_routes``, before vLLM frees its blocks."""
         if request.num_output_tokens:
             self._store_routes(request, request.num_tokens - 1)
         return super()._free_request(request, delay_free_blocks)
 
     def _store_routes(self, request: Request, num_tokens: int) -> None:
-        """Store which experts computed the first ``num_tokens`` tokens of a request. They are recorded by slot of the
-        KV cache, so they must be read before vLLM gives the request's blocks to other requests. A request that has been
-        preempted has no blocks; its experts were stored then."""
+        """Store which experts computed the first ``num_tokens`` tokens of a request, which are recorded by slot of the
+        KV cache. A request that has been preempted has no blocks; its experts were stored then."""
         params, name = request.sampling_params, request.request_id
         if not self.recorder or not params or params.prompt_logprobs is not None:
             return
@@ -110,9 +107,9 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule a decoding step of one token for each running request, and return the schedule; None if vLLM's own
-        code has to schedule the step, that is, unless ``is_lean`` is set, all running requests decode without drafts,
-        no waiting request can start, and the KV cache has a free block for each running request."""
+        """Schedule one token for each running request; None if vLLM's own code has to schedule the step, that is,
+        unless ``is_lean`` is set, all running requests decode without drafts, no waiting request can start, and the KV
+        cache has a free block for each."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
@@ -150,8 +147,7 @@ class RolloutScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Collect the sampled tokens and log-probabilities of a step. Extends vLLM's method of this name, which is
-        called without the log-probabilities; returns vLLM's outputs."""
+        """Collect the sampled tokens and log-probabilities of a step, and return vLLM's outputs."""
         logprobs = model_runner_output.logprobs
         if logprobs is None or logprobs.logprobs.shape[1] > 1:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -225,8 +221,8 @@ class RolloutScheduler(AsyncScheduler):
 
 
 def ends_of(request: Request, max_model_len: int) -> tuple[set[int | None], int]:
-    """Return the ids of the tokens that end a request, and the largest number of tokens that it may sample. If anything
-    else may end the request, such as a stop string, the number is 0: vLLM's own code then has to look at each token."""
+    """Return the ids of the tokens that end a request, and the largest number of tokens that it may sample: 0 if
+    anything else may end it, such as a stop string, so that vLLM's own code has to look at each token."""
     params = request.sampling_params
     if params is None or params.stop or params.repetition_detection or request.use_structured_output:
         return set(), 0

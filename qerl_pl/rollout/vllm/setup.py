@@ -39,11 +39,8 @@ LOOPBACK_S = 5.0  # until the check of the loopback interface fails; a working o
 
 def prepare_environment() -> None:
     """Set the environment variables that vLLM reads when it is imported; variables that are set already are kept.
-
-    Raises:
-        ValueError: a variable asks vLLM to run in a separate process, in which the trainer could not write adapter and
-            norm weights into vLLM's memory.
-        OSError: this machine cannot connect to itself over the loopback interface.
+    Raises ValueError if one asks vLLM to run in a separate process, in which the trainer could not write into its
+    memory, and OSError if this machine cannot connect to itself over the loopback interface.
     """
     from qerl_pl.kernels.launching import cache_folder
 
@@ -80,10 +77,9 @@ def check_loopback() -> None:
 
 @contextmanager
 def among_ranks() -> Iterator[dict[str, Any]]:
-    """Yield the arguments of ``vllm.LLM`` with which each rank gets an engine of its own, if the trainer has a process
-    group; an empty mapping if it has none. vLLM creates a process group for each single rank from the trainer's group,
-    so all ranks have to start vLLM at the same time. The environment variables from which vLLM reads rank and GPU are
-    set within the context."""
+    """Yield the arguments of ``vllm.LLM`` with which each rank gets an engine of its own; empty without a process
+    group. All ranks have to start vLLM at the same time, because it creates process groups from the trainer's. The
+    environment variables from which vLLM reads rank and GPU are set within the context."""
     if not dist.is_initialized():
         yield {}
         return
@@ -100,9 +96,8 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 
 def inspect_here(architectures: Sequence[str]) -> None:
-    """Import the model classes of the given ``architectures``, which vLLM knows only by name, and register them, so
-    that vLLM reads their properties in this process. By default vLLM starts another process to read them, which imports
-    vLLM again and takes 12 s at the first start on a machine."""
+    """Import and register the model classes of ``architectures``, so that vLLM reads their properties in this process.
+    It would start another process, which imports vLLM again and takes 12 s at the first start on a machine."""
     from vllm import ModelRegistry
 
     for name in architectures:
@@ -122,17 +117,15 @@ def lacks(fmt: Format | None) -> bool:
 def decoding_kernel(
     wanted: Literal["auto", "native", "humming"], fmt: Format | None, dtype: torch.dtype
 ) -> Literal["native", "humming"]:
-    """Resolve the setting ``decoding_kernel``: "auto" becomes "native" (the CUDA kernels of this project) if these can
-    run with the base's format and compute dtype, and else "humming" (the kernels that vLLM chooses, those of the
-    library Humming on Hopper); other values are returned as they are. Does not import vLLM."""
+    """Resolve the setting ``decoding_kernel``: "auto" becomes "native" if this project's CUDA kernels can run with the
+    base's format and compute dtype, and else "humming" (the kernels that vLLM chooses). Does not import vLLM."""
     if wanted != "auto":
         return wanted
     return "humming" if native.lacks(fmt, dtype) else "native"
 
 
 def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype: torch.dtype) -> None:
-    """Raise ValueError if ``kernel`` is "native" and this project's CUDA kernels cannot run; the message says what they
-    need."""
+    """Raise ValueError if ``kernel`` is "native" and this project's CUDA kernels cannot run."""
     if kernel == "native" and (missing := native.lacks(fmt, dtype)):
         raise ValueError(f"decoding_kernel is 'native', which needs {', and '.join(missing)}; set it to 'auto'")
 
@@ -156,9 +149,8 @@ def by_vllms_kernels(fmt: Format | None, kernel: Literal["native", "humming"]) -
 
 
 def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Log that equal calls may sample different tokens, if vLLM's own kernels multiply by 4-bit weights on a GPU. The
-    kernels of the library Humming add partial sums in an order that varies, and others of vLLM's kernels may do so too;
-    cuBLAS and the CUDA kernels of this project use a fixed order."""
+    """Log that equal calls may sample different tokens, if vLLM's own kernels multiply by 4-bit weights on a GPU: those
+    of Humming, and perhaps others, add partial sums in an order that varies."""
     if fmt is None or not by_vllms_kernels(fmt, kernel):
         return
     missing = native.lacks(fmt, dtype)
@@ -170,8 +162,7 @@ def log_any_order(fmt: Format | None, dtype: torch.dtype, kernel: Literal["nativ
 
 
 def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> None:
-    """Log that vLLM holds the weights of the given 4-bit linear layers dequantised to ``dtype``, because it has no
-    kernels for their format."""
+    """Log that vLLM holds 4-bit ``linears`` dequantised, because it has no kernels for their format."""
     fmt = next(iter(linears.values())).fmt
     size = sum(linear.in_features * linear.out_features for linear in linears.values()) * dtype.itemsize
     rank_zero_info(
@@ -182,8 +173,8 @@ def log_unpacked(linears: Mapping[str, FrozenLinear], dtype: torch.dtype) -> Non
 
 @contextmanager
 def trainers_group(*, engines_own: bool) -> Iterator[None]:
-    """Keep the trainer's default process group within this context, in which vLLM shuts down and would destroy it. If
-    vLLM created the default group (``engines_own``), destroy it at the end of the context instead."""
+    """Keep the trainer's default process group within this context, in which vLLM shuts down and would destroy it; if
+    the group is the engine's own, destroy it at the end instead."""
     with nullcontext() if engines_own else patches.kept_process_group():
         yield
     if engines_own and dist.is_initialized():
@@ -191,16 +182,14 @@ def trainers_group(*, engines_own: bool) -> Iterator[None]:
 
 
 def log_starting() -> None:
-    """Log that vLLM starts and why this may take minutes. If this project's changes of vLLM for speed are off, log the
-    reason, too."""
+    """Log that vLLM starts, why this may take minutes, and why changes of vLLM for speed are off, if they are."""
     rank_zero_info("vLLM starts. With a new model or new settings it compiles kernels first, which can take minutes")
     if reason := native.why_off():
         rank_zero_info(f"rollouts run without this project's changes of vLLM for speed: {reason}")
 
 
 def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> None:
-    """Log the seconds of each phase of vLLM's start, and how many linear layers each kernel class computes
-    (``linears``)."""
+    """Log the seconds of each phase of vLLM's start, and how many ``linears`` each kernel class computes."""
     kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
     rank_zero_info(f"vLLM computes its linears with {kernels}")
     parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
@@ -208,9 +197,8 @@ def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> Non
 
 
 def check_fused_scales(base: str) -> None:
-    """Raise ValueError for a checkpoint whose weights vLLM would scale wrongly on a GPU. vLLM fuses q, k and v, and
-    also gate and up, and uses the largest of their tensor scales for all of them; if the scales differ, it only
-    warns."""
+    """Raise ValueError for a checkpoint with different tensor scales for q, k and v, or gate and up: on a GPU, vLLM
+    fuses them, uses the largest scale for all, and only warns."""
     checkpoint = Checkpoint(base)
     present = {name.rpartition(".")[0] for name in checkpoint.names()}
     for suffix in TENSOR_SCALES:
@@ -225,8 +213,8 @@ def check_fused_scales(base: str) -> None:
 
 
 def prepare_gpu(policy: Policy, dtype: torch.dtype, kernel: Literal["native", "humming"]) -> None:
-    """Prepare the use of vLLM's kernels before vLLM starts on a GPU: check the base's tensor scales, load the kernel
-    library Humming if it is used, and log if equal calls may give different results."""
+    """Prepare vLLM's kernels before it starts on a GPU: check the base's tensor scales, load Humming if it is used, and
+    log if equal calls may give different results."""
     check_fused_scales(policy.base)
     by_humming = find_spec("humming") is not None and torch.cuda.get_device_capability() == (9, 0)
     if by_humming and by_vllms_kernels(policy.packed_format, kernel):

@@ -39,25 +39,22 @@ class Slot(NamedTuple):
     a: Tensor  # [R, K] or [E, R, K], LoRA's matrix A; rows from the adapter's rank on are 0
     b: Tensor  # [n, R] or [E, n, R], n rows of the matrix B times LoRA's scaling; columns from the rank on are 0
     first: int = 0
-    """Index of the first row of ``b`` in the adapter's whole matrix B. It differs from 0 only where vLLM has several
-    slots for what the trainer computes by one adapter: for queries, keys and values of delta nets, and for gate and up
-    of experts."""
+    """Index of the first row of ``b`` in the adapter's whole matrix B: not 0 where vLLM has several slots for one
+    adapter of the trainer, for queries, keys and values of delta nets, and for gate and up of experts."""
 
     def views(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """View A and n rows of B, given in PEFT's shapes, in the shapes of the slot's tensors."""
         return (a, b) if self.a.ndim == 2 else stacked(a, b, len(self.a))
 
     def held(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the slot's A and B in the shapes of PEFT's tensors, without the rows and columns with which vLLM pads
-        the rank."""
+        """Return the slot's A and B in PEFT's shapes, without the padding of the rank."""
         a, b = self.a[..., :rank, :], self.b[..., :rank]
         return (a, b) if a.ndim == 2 else (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))
 
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
     """Make vLLM treat the adapter of a LoRA request as loaded, in slots filled with 0, into which ``write_adapter``
-    copies the policy's adapter later. The LoRA model that is registered with vLLM for this has no matrices; vLLM's own
-    ``add_dummy_lora`` would copy pinned zeros for each linear layer."""
+    copies. The LoRA model that is registered has no matrices; ``add_dummy_lora`` would copy pinned zeros."""
     from vllm.lora.lora_model import LoRAModel
 
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
@@ -68,8 +65,8 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the Triton kernels that rollouts need for the LoRA adapters of linear layers (``OneAdapterKernels``).
-    Layers of equal shapes share kernels; each set of shapes is compiled in a thread of its own."""
+    """Compile the Triton kernels that rollouts need for the adapters of linear layers, each set of shapes in a thread
+    of its own."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -101,8 +98,7 @@ def write_adapter(worker: WorkerBase, adapter: Mapping[str, Tensor], scaling: fl
 
 def read_adapter(worker: WorkerBase, rank: int, expert_rank: int) -> dict[str, Tensor]:
     """Return the matrices in vLLM's adapter slots by PEFT's names, without the padding of the rank. Raises CheckFailed
-    if a layer has several slots (``_slots`` says which layers have) and those that should hold the same matrix differ,
-    or if a flag of vLLM turns the adapters of experts off."""
+    if slots that should hold the same matrix differ, or if a flag of vLLM turns the adapters of experts off."""
     if off := [name for name, enabled in _flags(worker).items() if not enabled.all()]:
         raise CheckFailed(
             f"the rollout engine computes {len(off)} of the model's mixtures of experts without their adapters "
@@ -127,8 +123,8 @@ def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     """Count the linear layers and mixture-of-experts layers of vLLM's model by the name of the class that computes
-    them. Layers of the class ``NativeLinear`` whose shapes this project's CUDA kernels do not support are counted as
-    "NativeLinear, dequantised"."""
+    them; ``NativeLinear`` of shapes that this project's kernels do not support count as "NativeLinear, dequantised".
+    """
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
@@ -168,10 +164,9 @@ def _flags(worker: WorkerBase) -> dict[str, Tensor]:
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return vLLM's adapter slots, by the name that PEFT gives to the linear layer or experts whose adapter they hold.
-    A linear layer usually has one slot. It has two if its outputs serve as both keys and values of attention, and three
-    if it computes queries, keys and values of a gated delta net. Experts have two for gate and up together, and one for
-    down."""
+    """Return vLLM's adapter slots by PEFT's name of the adapter that they hold. A linear layer usually has one slot; it
+    has two if its outputs serve as both keys and values of attention, and three if it computes queries, keys and values
+    of a gated delta net. Experts have two for gate and up together, and one for down."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
