@@ -1,10 +1,9 @@
 """Write and load checkpoints (adapter and training state). If the program crashes while it writes one, earlier
 checkpoints stay complete.
 
-A file is written atomically and ends with a checksum of all its bytes, which is checked when it is read. torch writes a
-zip file, which has a checksum for each entry but none for the zip's directory of entries; one flipped bit in the
-directory can make torch load uninitialised memory. Therefore the SHA-256 of the whole zip is appended to it; readers of
-zip files ignore bytes after the zip's end.
+A file ends with a checksum of all its bytes, the SHA-256 of the zip file that torch writes, which readers of zip files
+ignore. The zip itself has a checksum for each entry but none for its directory of entries, in which one flipped bit can
+make torch load uninitialised memory.
 """
 
 import hashlib
@@ -54,11 +53,9 @@ class Damaged(Exception):
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
-    """Lightning plugin that writes checkpoint files atomically and verifies their checksum when it reads them.
-
-    If ``last.ckpt`` is damaged, ``previous.ckpt`` is loaded. A large checkpoint (1 GB for an adapter of rank 32 on a 7B
-    model with Adam) can be written by a background thread from a copy in host memory. The copy's memory is reused for
-    the next checkpoint, and freed by ``teardown``.
+    """Lightning plugin that writes checkpoint files atomically and verifies their checksum when it reads them. If
+    ``last.ckpt`` is damaged, ``previous.ckpt`` is loaded. A large checkpoint (1 GB for an adapter of rank 32 on a 7B
+    model with Adam) can be written by a background thread from a copy in host memory, which is reused for the next one.
     """
 
     def __init__(self) -> None:
@@ -71,14 +68,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """The damaged ``last.ckpt`` in place of which ``previous.ckpt`` was loaded; None if none was damaged."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint. The caller may modify ``checkpoint`` as soon as this method returns.
-
-        If ``storage_options`` is ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is
-        written by a background thread; ``wait`` waits for it.
-
-        Raises:
-            OSError: this checkpoint, or the previous one in the background, could not be written.
-        """
+        """Write a checkpoint. The caller may modify ``checkpoint`` as soon as this method returns. If
+        ``storage_options`` is ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is written
+        by a background thread; ``wait`` waits for it. OSError: this checkpoint, or the previous one in the background,
+        could not be written."""
         self.wait()
         background_bytes = (storage_options or {}).get("background_bytes")
         tensors = _tensors(checkpoint)
@@ -101,8 +94,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
             writing.result()
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename ``source`` to ``target``, replacing an existing file. This method returns before the file system has
-        freed the blocks of the replaced file, which takes 0.2 seconds for 1 GB."""
+        """Rename ``source`` to ``target``, replacing an existing file, whose blocks the file system frees later, which
+        takes 0.2 seconds for 1 GB."""
         # Holding the overwritten file open delays the freeing of its blocks until the background thread closes it.
         old = target.open("rb") if target.exists() else None
         os.replace(source, target)
@@ -110,7 +103,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             self._in_background(old.close)
 
     def teardown(self) -> None:
-        """Wait until the background thread has written the checkpoint, end the thread and free the host memory."""
+        """Wait for the background thread, end it and free the host memory."""
         try:
             self.wait()
         finally:
@@ -125,9 +118,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Copy a checkpoint's ``tensors`` to host memory, and return the checkpoint with the copies. If they have the
-        shapes, dtypes and devices of the tensors copied before, the memory of the previous copy is overwritten; so the
-        previous checkpoint must already be on disk."""
+        """Return the checkpoint with copies of its ``tensors`` in host memory. Copies of equal shapes, dtypes and
+        devices overwrite the previous ones, so the previous checkpoint must already be on disk."""
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
         if kinds != self._kinds:
             self._host = []  # frees it
@@ -140,12 +132,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return apply_to_collection(checkpoint, Tensor, lambda tensor: next(copies))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint. A file counts as damaged if its bytes cannot be read or are not those that were written,
-        or if it holds something that no run of this program writes, such as objects that are neither tensors nor of
-        Python's built-in types, or weights that are NaN. If ``path`` is a damaged ``last.ckpt``, and its folder has a
-        ``previous.ckpt`` that is not damaged, a warning is given and ``previous.ckpt`` is loaded instead. ValueError:
-        ``path`` is damaged, and nothing is loaded instead; the message names each damaged file. FileNotFoundError,
-        PermissionError: the file does not exist, or opening it is not permitted."""
+        """Load a checkpoint. A file counts as damaged if its bytes are not those that were written, or if it holds
+        something that no run of this program writes, such as objects other than tensors and plain values, or NaN. In
+        place of a damaged ``last.ckpt``, a ``previous.ckpt`` that is not damaged is loaded, with a warning. ValueError:
+        the file is damaged, and nothing is loaded instead. FileNotFoundError, PermissionError: it cannot be opened."""
         path = Path(path)
         try:
             return self._load(path, map_location)
@@ -223,8 +213,8 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
-    """Load a checkpoint file that contains only tensors and objects of Python's built-in types. Raises ``Damaged`` if
-    the checksum does not match, or the file does not contain a dict of such objects."""
+    """Load a checkpoint file. Raises ``Damaged`` if the checksum does not match, or the file does not contain a dict of
+    tensors and objects of Python's built-in types."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - TRAILER
         file.seek(max(size, 0))
@@ -243,8 +233,7 @@ def read_checkpoint(path: Path, map_location: Any) -> dict[str, Any]:
 
 
 def check_contents(checkpoint: Mapping[str, Any]) -> None:
-    """Raise ``Damaged`` if an entry of a checkpoint is missing or of a wrong type, or holds a number that is NaN or
-    infinite."""
+    """Raise ``Damaged`` if an entry is missing or of a wrong type, or holds a number that is NaN or infinite."""
     for name, kind in PARTS.items():
         if not isinstance(checkpoint.get(name), kind):
             fault = f"is a {type(checkpoint[name]).__name__}" if name in checkpoint else "is missing"
@@ -262,8 +251,8 @@ def _check_finite(tensor: Tensor, *, part: str) -> Tensor:
 
 
 def _refusal(path: Path) -> OSError | None:
-    """Find out why torch failed to write a file, such as a full disk, because torch's error does not say it: try to
-    append bytes to the file. Returns the operating system's error; None if appending works."""
+    """Find out why torch failed to write a file, since its error does not say it: try to append bytes. Returns the
+    operating system's error; None if appending works."""
     try:
         with path.open("ab") as file:
             file.write(bytes(PROBE))
@@ -285,8 +274,8 @@ def _checksum(file: BinaryIO, size: int) -> bytes:
 
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
-    """Return what identifies a run, as a dict that is stored in its checkpoints: a digest of the base's files, the
-    adapter settings and the seed. A checkpoint can only be resumed by a run for which all of these are equal."""
+    """Return what identifies a run and is stored in its checkpoints: a digest of the base's files, the adapter settings
+    and the seed. Only a run for which all of these are equal can resume a checkpoint."""
     settings = asdict(lora)
     del settings["start"]
     if lora.start is not None:
@@ -304,12 +293,8 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
 
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the adapter's tensors that are stored in a checkpoint.
-
-    Raises:
-        ValueError: a tensor is not fp32; or a linear layer lacks one of its LoRA matrices A [r, K] and B [N, r], where
-            N and K are the numbers of output and input features, and r is the rank in the run's settings (for stacked
-            experts, a multiple of that rank).
+    """Return the adapter's tensors in a checkpoint. ValueError: a tensor is not fp32; or a linear layer lacks one of
+    its LoRA matrices A [r, K] and B [N, r], of the rank r in the run's settings (for stacked experts, a multiple).
     """
     adapter, identity = checkpoint.get("state_dict"), identity_of(checkpoint)
     if not isinstance(adapter, dict) or not adapter:
@@ -332,8 +317,8 @@ def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> None:
-    """Raise ValueError if training cannot resume from a checkpoint: an entry of the training state is missing or of a
-    wrong type, or more than ``max_steps`` optimizer steps are already done."""
+    """Raise ValueError if an entry of the training state is missing or of a wrong type, or more than ``max_steps``
+    optimizer steps are already done."""
     parts = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "global_step": int}
     for name, kind in parts.items():
         part = checkpoint.get(name)
@@ -351,7 +336,7 @@ def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> No
 
 
 def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the run's identity (see ``run_identity``) that is stored in a checkpoint. ValueError: there is none."""
+    """Return the run's identity (``run_identity``) in a checkpoint. ValueError: there is none."""
     identity = checkpoint.get("identity")
     if not isinstance(identity, Mapping) or "base" not in identity:
         raise ValueError(

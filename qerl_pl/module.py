@@ -105,8 +105,8 @@ class QeRLModule(LightningModule):
         """Records of the last evaluation, one per completion of all ranks, in the order of the problems."""
         self._engine_runs = False
         self.built: str | None = None
-        """Settings of engine and rewards as text, which the command line sets. If it is set, an evaluation that was
-        interrupted and is started again skips the batches that were finished."""
+        """Settings of engine and rewards as text, which the command line sets. If set, an interrupted evaluation that
+        is started again skips the batches that were finished."""
 
     @property
     def is_rewarded(self) -> bool:
@@ -133,9 +133,8 @@ class QeRLModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Called by Lightning before training or evaluation: check the settings, and that the rewards can read the
-        answers in the data; predict GPU memory, and choose the memory settings that the user has left open; create the
-        rollout loop. ValueError: settings of Lightning's Trainer contradict each other or the settings under
-        ``model``."""
+        answers; plan GPU memory; create the rollout loop. ValueError: settings of Lightning's Trainer contradict each
+        other or the settings under ``model``."""
         if self.trainer.precision != "32-true":
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
@@ -174,8 +173,8 @@ class QeRLModule(LightningModule):
         )
 
     def checked_teacher(self) -> str | None:
-        """Return the teacher's checkpoint folder; None without a teacher. ValueError: the teacher cannot be used, or it
-        is the policy's own base and nothing else would train the policy."""
+        """Return the teacher's checkpoint folder; None without a teacher. ValueError: it cannot be used, or is the
+        policy's own base and nothing else would train the policy."""
         if self.settings.is_own_teacher and not (self.is_rewarded or self.objective.entropy_coefficient):
             raise ValueError(
                 f"model.teacher is the policy's own base, {self.settings.folder}, and no reward has a weight: nothing "
@@ -184,8 +183,7 @@ class QeRLModule(LightningModule):
         return self.settings.teacher_folder
 
     def configure_model(self) -> None:
-        """Load the base on this rank's device, add the LoRA adapter and, for training, load the teacher if there is
-        one. A second call does nothing."""
+        """Load the base with the LoRA adapter and, for training, the teacher. A second call does nothing."""
         if hasattr(self, "policy"):
             return
         with phase("loading the base"):
@@ -231,8 +229,7 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Set the optimizer's settings, such as betas, to those of the configuration, because loading a checkpoint
-        replaced them."""
+        """Set the optimizer's settings, such as betas, to the configuration's; loading a checkpoint replaced them."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
@@ -257,9 +254,8 @@ class QeRLModule(LightningModule):
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
-        """Do one RL iteration: sample completions, score them, and update the policy. Returns a dict with the rollout,
-        its index ("rollout_index"), the report of the update ("update"), and the seconds of each phase, for
-        callbacks."""
+        """Do one RL iteration: sample completions, score them, and update the policy. Returns the rollout, its index
+        ("rollout_index"), the report of the update ("update"), and the seconds of each phase, for callbacks."""
         index, watch = self.rollout_index, Stopwatch()
         self._forget_scalars()
         self.start_engine()
@@ -340,8 +336,7 @@ class QeRLModule(LightningModule):
     test_step = predict_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Gather the evaluation's records from all ranks, and log their means over all completions (except in
-        ``predict``)."""
+        """Gather the evaluation's records from all ranks, and log their means (except in ``predict``)."""
         self.evaluated = self._evaluation.records()
         if not self.trainer.predicting:
             stage = "test" if self.trainer.testing else "val"
@@ -351,7 +346,7 @@ class QeRLModule(LightningModule):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Values that must stay the same when a run is resumed: digest of the base's files, adapter settings and seed."""
+        """Values that must not change when a run is resumed: digest of the base's files, adapter settings and seed."""
         return run_identity(base=self.settings.folder, lora=self.settings.lora, seed=self.settings.seed)
 
     @property
@@ -367,8 +362,7 @@ class QeRLModule(LightningModule):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store only the adapter's weights in the checkpoint, and the run's identity (base, seed, adapter settings,
-        end tokens)."""
+        """Store the adapter, what the run started from, its identity, and the optimizer's settings."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         if self.policy.start is not None:
             checkpoint["start"] = self.policy.start
@@ -376,8 +370,8 @@ class QeRLModule(LightningModule):
         checkpoint["optimizer_settings"] = self._optimizer_settings
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the adapter of a checkpoint. ValueError: the checkpoint's base, seed, adapter settings or, in training,
-        end tokens differ from this run's."""
+        """Load the adapter of a checkpoint. ValueError: its base, seed, adapter settings or, in training, end tokens
+        differ from this run's."""
         fits = self.trainer.state.fn == TrainerFn.FITTING
         current = self._identity | (self._rollout_identity if fits else {})
         # checkpoints of earlier versions have no end tokens
@@ -392,8 +386,7 @@ class QeRLModule(LightningModule):
         checkpoint["state_dict"] = {}
 
     def start_engine(self) -> None:
-        """Start the rollout engine, if it is not running, and tell the rollout loop about the policy's end tokens and
-        experts."""
+        """Start the rollout engine, if it is not running, and tell the loop the policy's end tokens and experts."""
         with nullcontext() if self._engine_runs else phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
         self._engine_runs = True

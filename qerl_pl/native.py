@@ -1,8 +1,6 @@
 """Access to the folder ``qerl_pl/hopper``, which has this project's CUDA kernels for Hopper GPUs ("native" kernels) and
-run-time changes of vLLM that only make it faster.
-
-The package works without that folder, because only this module imports it. If the folder is missing, or the installed
-version of vLLM was never tested with it, vLLM runs its own kernels.
+run-time changes of vLLM that only make it faster. Without the folder, or with a version of vLLM that was never tested
+with it, vLLM runs its own kernels.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ def is_installed() -> bool:
 
 
 def why_off() -> str | None:
-    """Return the reason why vLLM runs without this package's kernels for Hopper GPUs and its changes for speed; None if
-    vLLM runs with them."""
+    """Return the reason why vLLM runs without this package's kernels and changes for speed; None if it has them."""
     if not is_installed():
         return "this installation has no folder qerl_pl/hopper"
     package, version = installed_vllm()
@@ -40,15 +37,13 @@ def why_off() -> str | None:
 
 
 def for_vllm() -> Any:
-    """Return the module ``qerl_pl/hopper/engine.py``, by which the rollout engine uses this project's CUDA kernels;
-    None if vLLM runs without them (see ``why_off``)."""
+    """Return the module ``qerl_pl/hopper/engine.py`` for the rollout engine; None if ``why_off`` has a reason."""
     return None if why_off() else import_module(f"{HOPPER}.engine")
 
 
 def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
-    """List the requirements of this project's CUDA kernels that are not met by this machine, by the base's format
-    ``fmt`` (None: not quantised) or by the compute dtype. The list is empty if the kernels can run. vLLM is not
-    imported."""
+    """List the requirements of the CUDA kernels that are not met by this machine, the base's format ``fmt`` (None: not
+    quantised) or the compute dtype. vLLM is not imported."""
     if not is_installed():
         return ["the folder qerl_pl/hopper of this project"]
     untested = [f"a tested vLLM ({', '.join(TESTED['vllm'])})"] if why_off() else []
@@ -56,14 +51,13 @@ def lacks(fmt: Any, dtype: torch.dtype) -> list[str]:
 
 
 def fits(shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether this project's CUDA kernels support the linear layer that vLLM makes by fusing linear layers of
-    the given shapes (N outputs, K inputs). If they do, trainer and engine can share one copy of the weights."""
+    """Return whether the CUDA kernels support the linear layer that vLLM makes by fusing layers of the given shapes (N
+    outputs, K inputs), so that trainer and engine can share one copy of the weights."""
     return is_installed() and import_module(f"{HOPPER}.tile_order").fits(shapes)
 
 
 def dequantize(weight: Any, dtype: torch.dtype) -> Tensor:
-    """Dequantise a ``PackedWeight`` in the layout of this project's CUDA kernels to a tensor [N, K] of ``dtype``, for N
-    outputs and K inputs. It needs the folder ``qerl_pl/hopper``, which alone makes such weights."""
+    """Dequantise a ``PackedWeight`` in the layout of this project's CUDA kernels to a tensor [N, K] of ``dtype``."""
     return import_module(f"{HOPPER}.tile_order").dequantize(weight, dtype)
 
 

@@ -37,11 +37,10 @@ class UpdateReport:
     """The rollout's tensors on the policy's device. If the objective subtracts the KL from the reward (``kl_in:
     reward``), this penalty is already subtracted from the advantages."""
     with_gradient: Tensor
-    """[B] bool, True for rows that had a backward pass. A row in the loss has one if its advantage is not 0, or if the
-    loss has a KL, entropy or teacher term."""
+    """[B] bool, True for rows that had a backward pass: those in the loss whose advantage is not 0, or all of them if
+    the loss has a KL, entropy or teacher term."""
     micro_batch_tokens: int
-    """Limit on the tokens per forward and backward pass at the end of the update: the given limit, or a smaller one if
-    GPU memory ran out."""
+    """Limit on the tokens per pass at the end of the update: the given one, or less if GPU memory ran out."""
 
 
 def improve(
@@ -55,7 +54,7 @@ def improve(
     teacher: Teacher | None = None,
 ) -> UpdateReport:
     """Update the policy on the experience of one rollout: ``num_updates`` epochs, each of ``num_mini_batches``
-    optimizer steps. Returns metrics, and numbers per token such as the old log-probabilities.
+    optimizer steps.
 
     The old log-probabilities are those of the trainer before its first update on the rollout. They are taken from the
     first update's forward pass, unless there are several mini-batches or the objective needs them before that pass.
@@ -156,10 +155,9 @@ def _gradient(
     mini_batch: int,
     record: bool,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one optimizer step over the rows with the indices ``rows``: those rows of the
-    mini-batch that need a backward pass. Returns sums of metrics by name. If ``record`` is True, this is the first pass
-    over these rows, and its log-probabilities and entropies are stored in ``batch`` as those before the first
-    update."""
+    """Accumulate the gradient of one optimizer step over ``rows``, the indices of those rows of the mini-batch that
+    need a backward pass. Returns sums of metrics by name. If ``record``, this is the first pass over these rows, and
+    its log-probabilities and entropies are stored in ``batch``."""
     experience = batch.experience
     sums: dict[str, Tensor] = {}
     for part in batch.parts(rows, max_tokens):

@@ -17,31 +17,27 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 class CheckFailed(RuntimeError):
-    """Error of a check which finds that the run must not go on, for example because the engine's completions are not
-    samples from the policy. The program prints the message without a traceback and exits with ``EXIT_STATUS``;
-    checkpoints and logs are those of the last training step (a rollout and its updates) that was finished."""
+    """Error of a check which finds that the run must not go on. The program prints the message without a traceback and
+    exits with ``EXIT_STATUS``; checkpoints and logs are those of the last training step that was finished."""
 
 
 def is_due(index: int, every: int) -> bool:
-    """Return whether callbacks make their time-consuming checks of the rollout engine in rollout ``index`` of a run,
-    counted from 0: they do in the first ``EARLY`` rollouts, and if ``index`` is a multiple of ``every``. In an
-    evaluation, ``index`` counts batches."""
+    """Return whether callbacks make their time-consuming checks of the rollout engine in rollout (or batch of an
+    evaluation) ``index``, from 0: in the first ``EARLY`` ones and in multiples of ``every``."""
     return index < EARLY or index % every == 0
 
 
 def require_at_least(least: float, *, section: str = "", hint: str = "", **settings: float | None) -> None:
-    """Raise ValueError if one of ``settings``, given by name, is nan or below ``least``; a setting that is None is
-    accepted. The message names the setting with ``section``, its section of the YAML file, before it, and ends with
-    ``hint``."""
+    """Raise ValueError if one of ``settings``, given by name, is nan or below ``least``; None is accepted. The message
+    names the setting with ``section``, its section of the YAML file, before it, and ends with ``hint``."""
     for name, value in settings.items():
         if value is not None and not value >= least:
             raise ValueError(f"{section}{name} is {value}; expected at least {least}{hint}")
 
 
 def require_finite(section: str, **settings: float | None) -> None:
-    """Raise ValueError if one of ``settings`` is nan, or infinite as a 32-bit float; None is accepted. nan is checked
-    here because a comparison with a limit may accept it. ``section`` is the section of the YAML file, for the
-    message."""
+    """Raise ValueError if one of ``settings`` is nan, which a comparison with a limit may accept, or infinite as a
+    32-bit float; None is accepted. ``section`` is the section of the YAML file, for the message."""
     for name, value in settings.items():
         if value is not None and not abs(value) <= LARGEST:
             raise ValueError(f"{section}.{name} is {value}; expected a finite number (of 32 bits)")

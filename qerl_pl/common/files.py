@@ -46,8 +46,7 @@ def check_readable(path: Path) -> None:
 
 
 def traceback_file(error: BaseException) -> str:
-    """Write an error's traceback to a new file in the folder for temporary files. Returns its path, or words that there
-    is no such folder."""
+    """Write an error's traceback to a temporary file. Returns its path, or words that there is no folder for it."""
     with suppress(OSError), NamedTemporaryFile("w", prefix="qerl-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
         return file.name
@@ -56,7 +55,7 @@ def traceback_file(error: BaseException) -> str:
 
 def replaceable(path: Path) -> Path:
     """Return the path of the file that writing to ``path`` would replace, after following symbolic links. Raises
-    OSError if that path exists and is not a regular file but, for example, a folder, a device or a named pipe."""
+    OSError if it exists and is not a regular file."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -67,10 +66,9 @@ def replaceable(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file atomically, and create its folder. The context's value is the path of a temporary file in the same
-    folder, to which the caller writes. The temporary file is renamed to ``path`` when its bytes are on the disk, and
-    removed after an error, so a full disk, a killed process or a power failure leaves the old file unchanged. Raises
-    OSError if ``path`` exists and is no regular file."""
+    """Replace a file atomically, and create its folder. The caller writes to the context's value, a path in the same
+    folder, which is renamed to ``path`` when its bytes are on the disk, and removed after an error. So a full disk, a
+    killed process or a power failure leaves the old file unchanged. Raises OSError if ``path`` is no regular file."""
     target = replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")
@@ -98,8 +96,7 @@ def allow_reading(path: Path) -> None:
 
 
 def in_bytes(count: float) -> str:
-    """Format a number of bytes with three significant digits in the largest decimal unit in which it is at least 1
-    (``226 kB``)."""
+    """Format a number of bytes with three significant digits in the largest fitting decimal unit (``226 kB``)."""
     for unit in UNITS[:-1]:
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -108,8 +105,7 @@ def in_bytes(count: float) -> str:
 
 
 def in_words(error: OSError) -> str:
-    """Return one line that names the file to which an operating system's error belongs, and says what to do about the
-    error."""
+    """Return one line that names the file to which an operating system's error belongs, and says what to do."""
     # errors of libraries have only the system's text, such as "No space left on device"
     texts = [number for number in ADVICE if os.strerror(number) in str(error)]
     numbers = [error.errno] if error.errno in ADVICE else texts

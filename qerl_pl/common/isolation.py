@@ -8,8 +8,7 @@ from typing import Any
 
 
 def loaded(package: str) -> Any:
-    """Return a package if it has been imported, else None; a package that has not been imported has no state to
-    protect."""
+    """Return a package if it has been imported, else None: then it has no state to protect."""
     return sys.modules.get(package)
 
 
@@ -49,9 +48,7 @@ def preserved_torch_settings() -> Iterator[None]:
 
 @contextmanager
 def any_algorithm() -> Iterator[None]:
-    """Turn off torch's deterministic mode within the context, as if ``trainer.deterministic`` were false, because in
-    this mode some of vLLM's operations would raise an error. Whether vLLM's results are repeatable then depends on its
-    kernels."""
+    """Turn off torch's deterministic mode within the context, because some of vLLM's operations would raise errors."""
     import torch
 
     mode = torch.get_deterministic_debug_mode()

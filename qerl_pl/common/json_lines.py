@@ -1,5 +1,4 @@
-"""Read JSON Lines files strictly: one object per line, no duplicate keys, and numbers that keep the digits of the file.
-Also convert a value of a data set to text."""
+"""Read JSON Lines files strictly, with numbers that keep the digits of the file, and convert values to text."""
 
 import json
 import math
@@ -38,8 +37,7 @@ def read_json_lines(
     Raises ValueError if the file does not exist, has no rows or begins with a list.
 
     ``bad`` is called with the error for a row that is not UTF-8, is no JSON object, has a duplicate key or is nested
-    too deeply; if ``bad`` returns, the row is skipped. ``say`` is called with a sentence on the number of blank lines,
-    if there are any.
+    too deeply; if it returns, the row is skipped. ``say`` is called with a sentence on blank lines, if there are any.
     """
     if not Path(path).exists():
         raise ValueError(f"data file {path} does not exist")
@@ -70,8 +68,7 @@ def read_json_lines(
 
 
 def object_in_text(text: str) -> dict[str, object] | None:
-    """Parse a text that is a JSON object, with numbers that keep the digits of the text; return None for any other
-    text."""
+    """Parse a text that is a JSON object, with numbers that keep the digits; return None for any other text."""
     try:
         value = json.loads(text, parse_float=Written) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):
@@ -111,8 +108,7 @@ def stored_text(value: object, where: str) -> str:
 
 
 def only_entry(value: object) -> object:
-    """Return the entry of a list with one entry, as which some data sets store an answer; return other values
-    unchanged."""
+    """Return the entry of a list with one entry, as which some data sets store an answer; other values unchanged."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 

@@ -9,16 +9,14 @@ COLUMNS = ("reward", "scores", "question", "completion", "answer", "tokens", "fi
 
 
 def log_at(loggers: Iterable[Logger], values: Mapping[str, float], *, step: int) -> None:
-    """Log scalars at one step only; if Lightning's ``self.log`` were used, loggers would get them at every step until
-    they change."""
+    """Log scalars at one step only; Lightning's ``self.log`` would repeat them at every step until they change."""
     for logger in loggers:
         logger.log_metrics(dict(values), step=step)
 
 
 def log_completions(loggers: Iterable[Logger], tag: str, rows: Sequence[Mapping[str, Any]], *, step: int) -> None:
-    """Log sampled completions with their rewards: a text in TensorBoard, a table in Weights & Biases, and a file
-    (artifact) of the run in MLflow. ``rows`` are dicts with the prompt, text, rewards and other values of one
-    completion each."""
+    """Log records of completions: a text in TensorBoard, a table in Weights & Biases, and a file (artifact) of the run
+    in MLflow."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(tag, as_markdown(rows), step)
@@ -44,8 +42,7 @@ def scores_of(row: Mapping[str, Any]) -> str:
 
 
 def question_of(row: Mapping[str, Any]) -> str:
-    """Return the question in a completion's record or, if the record has none, its prompt as the chat template wrote
-    it."""
+    """Return the question in a completion's record or, if it has none, its prompt as the chat template wrote it."""
     return str(row.get("question") or row["prompt"])
 
 

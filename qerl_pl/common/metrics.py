@@ -1,8 +1,7 @@
-"""Metrics, based on torchmetrics, that are computed over the completions or tokens of all ranks, and a stopwatch.
+"""Metrics, based on torchmetrics, over the completions or tokens of all ranks, and a stopwatch.
 
-These metrics communicate only if the run has several ranks. By default, torchmetrics communicates over any process
-group that exists. In a run on one GPU, vLLM creates a process group that has only NCCL, which fails for metrics on the
-CPU.
+These metrics communicate only if the run has several ranks. torchmetrics would use any process group that exists, and
+vLLM creates one that has only NCCL in a run on one GPU, which fails for metrics on the CPU.
 """
 
 import time
@@ -20,9 +19,9 @@ from qerl_pl.common import ranks
 
 
 class Pooled(Metric):
-    """Metric for statistics that need all values at once, such as quantiles: it stores every value, gathers the values
-    of all ranks, and calls ``statistics`` with a tensor [N] of all of them. This function returns scalar tensors by
-    name, which must not depend on the order of the values, so that they are equal on any number of ranks."""
+    """Metric for statistics that need all values at once, such as quantiles: it gathers the values of all ranks, and
+    calls ``statistics`` with a tensor [N] of them. This function returns scalar tensors by name, which must not depend
+    on the order of the values."""
 
     full_state_update = False
     values: list[Tensor]
@@ -104,8 +103,8 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of a ``with`` block to ``seconds[name]``, the time that the phase with this name has taken.
-        It includes the time until the GPU kernels that the block started have ended."""
+        """Add the duration of a ``with`` block, until the GPU kernels that it started have ended, to
+        ``seconds[name]``."""
         start = _now()
         try:
             yield

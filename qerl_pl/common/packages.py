@@ -18,7 +18,7 @@ records. ``tests/test_dependencies.py`` checks the versions in pyproject.toml, t
 
 
 def requirement(package: str) -> str:
-    """Return a requirement for pip that admits the tested versions of a package and all versions between them."""
+    """Return a requirement for pip that admits the tested versions of a package and all between them."""
     first, last = TESTED[package][0], TESTED[package][-1]
     return f"{package}=={first}" if first == last else f"{package}>={first},<={last}"
 
@@ -48,13 +48,12 @@ EXTRAS = {
     "vllm": requirement("vllm"),
     "wandb": "wandb>=0.19",
 }
-"""Requirements for pip of packages that are optional dependencies (extras) in pyproject.toml, by the name of the module
-that is imported."""
+"""Requirements for pip of the optional dependencies in pyproject.toml, by the name of the imported module."""
 
 
 def not_installed(module: str) -> str | None:
-    """Return a message that the optional package to which the module named ``module`` belongs is not installed, or that
-    it lacks this module, with the command that installs it; None if the module belongs to no optional package."""
+    """Return a message that the optional package of ``module`` is not installed, or lacks this module, with the command
+    that installs it; None if the module belongs to no optional package."""
     package = module.partition(".")[0]
     requirement = EXTRAS.get(package)
     if requirement is None:

@@ -23,8 +23,8 @@ LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed}, {remaining} left"
 ERASE = "\r\x1b[K"
 
 APART_S = 1.0
-"""Longest pause in seconds between two phases that count as consecutive. The time until the first line is printed is
-counted from the first of consecutive phases; after a longer pause it is counted anew."""
+"""Longest pause in seconds between two phases that count as consecutive. The time until the first line is counted from
+the first of consecutive phases."""
 
 T = TypeVar("T")
 _running: list[Phase] = []
@@ -32,8 +32,7 @@ _running: list[Phase] = []
 
 class _Silence:
     since = 0.0
-    """Time at which the last line was written or, if none was written, at which the first of the current consecutive
-    phases began."""
+    """Time at which the last line was written or else the first of the current consecutive phases began."""
     ended = -math.inf
     """Time at which the last phase ended."""
 

@@ -1,5 +1,4 @@
-"""Functions about the process: how the user called this program, its arguments and environment variables, the exception
-by which a signal ends it, and the parser of commands' options."""
+"""Functions about the process: how it was called, signals that end it, streams, and the parser of commands' options."""
 
 import argparse
 import atexit
@@ -24,9 +23,8 @@ def called_as(command: str) -> str:
 
 
 class Stopped(SystemExit):
-    """Exception that a signal handler raises when a signal asks the program to end, with exit status 128 plus the
-    signal's number. A separate class lets ``rewards.guard`` distinguish it from a SystemExit that a reward function
-    raises."""
+    """Exception by which a signal handler ends the program, with exit status 128 plus the signal's number;
+    ``rewards.guard`` distinguishes it from a SystemExit that a reward function raises."""
 
 
 class _Ending:
@@ -54,16 +52,15 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def end_at_once() -> None:
-    """Let the next signal that ``end_by_signals`` handles end the process at once. The program calls this when it has
-    done its work, because code that Python runs at its exit would print a traceback."""
+    """Let the next signal end the process at once, because code that Python runs at its exit would print a
+    traceback."""
     _Ending.at_once = True
 
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the process at once inside the context, instead of raising the exceptions of
-    ``end_by_signals``. Imports need this, because packages that are being imported print a traceback of such an
-    exception, ignore it, or raise another error instead."""
+    """Let Ctrl-C and SIGTERM end the process at once inside the context. Packages that are being imported would print a
+    traceback of the exceptions of ``end_by_signals``, ignore them, or raise another error."""
     before, _Ending.at_once = _Ending.at_once, True
     try:
         yield
@@ -72,8 +69,8 @@ def ended_at_once() -> Iterator[None]:
 
 
 def open_streams() -> None:
-    """Open the null device in place of each standard stream that is closed, because otherwise a file that is opened
-    later would get the stream's descriptor, and libraries would write their messages into this file."""
+    """Open the null device in place of each closed standard stream, because a file that is opened later would get its
+    descriptor, and libraries would write their messages into this file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115
@@ -88,8 +85,7 @@ def discard_output() -> None:
 
 @contextmanager
 def restored_arguments() -> Iterator[None]:
-    """Restore ``sys.argv`` at the end of the context, because ``cli.training.main``, called within it, replaces
-    ``sys.argv``."""
+    """Restore ``sys.argv``, which ``cli.training.main`` replaces, at the end of the context."""
     arguments = list(sys.argv)
     try:
         yield
@@ -99,13 +95,10 @@ def restored_arguments() -> Iterator[None]:
 
 @contextmanager
 def kept_for_good() -> Iterator[None]:
-    """Turn off Python's garbage collection inside the context, and exclude all objects that exist when the context ends
-    from later collections. Commands import their packages inside this context.
-
-    Importing torch, Lightning and transformers makes half a million objects, which stay until the process ends. If the
-    garbage collector examined them, this would take a quarter of the imports' time, and half a second in each later
-    collection.
-    """
+    """Turn off Python's garbage collection inside the context, in which commands import their packages, and exclude all
+    objects that exist at its end from later collections. Importing torch, Lightning and transformers makes half a
+    million objects; examining them would take a quarter of the imports' time, and half a second in each later
+    collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

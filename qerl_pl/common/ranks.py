@@ -65,9 +65,8 @@ def own_places(number: int) -> range:
 
 def gather_groups(rows: Sequence[T], group_size: int) -> list[T]:
     """Gather values of completions from all ranks, and return them on every rank in the order of the whole batch of
-    prompts. ``rows`` has one value for each completion of this rank; the ``group_size`` completions of a prompt follow
-    each other. Rank r of W has the prompts r, r + W, r + 2W, ... of the batch; ranks may have different numbers of
-    prompts."""
+    prompts, of which rank r of W has the prompts r, r + W, ... ``rows`` has one value for each completion of this rank,
+    ``group_size`` for a prompt; ranks may have different numbers of prompts."""
     shares = [[part[i : i + group_size] for i in range(0, len(part), group_size)] for part in gather_values(rows)]
     turns = chain.from_iterable(zip_longest(*shares, fillvalue=()))
     return list(chain.from_iterable(turns))

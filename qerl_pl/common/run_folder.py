@@ -18,16 +18,15 @@ LOCK = ".lock"
 
 
 def run_named_after(files: Sequence[Path]) -> str:
-    """Return the default path of a run's folder, derived from the names of its configuration files: ``-c
-    configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives runs/gsm8k_bf16, and no file gives runs/default.
-    ``base.yaml`` and files in ``eval`` are ignored."""
+    """Return the default path of a run's folder: ``-c configs/tasks/gsm8k.yaml -c configs/arms/bf16.yaml`` gives
+    runs/gsm8k_bf16, and no file gives runs/default. ``base.yaml`` and files in ``eval`` are ignored."""
     names = [path.stem for path in files if path.parent.name != "eval" and path.name != "base.yaml"]
     return f"runs/{'_'.join(names) or 'default'}"
 
 
 def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
-    """Read a run's config.yaml, which must have model.base and the given sections. Raises ValueError if the file is no
-    YAML of plain values (no Python objects), or lacks model.base or a section."""
+    """Read a run's config.yaml. Raises ValueError if the file is no YAML of plain values (no Python objects), or lacks
+    model.base or one of the sections."""
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -41,8 +40,7 @@ def read_run_config(file: Path, *sections: str) -> dict[str, Any]:
 
 
 def plain_yaml(file: Path) -> dict[str, Any]:
-    """Read a YAML file of plain values (no Python objects); returns {} if it does not exist, cannot be read, or is no
-    mapping."""
+    """Read a YAML file of plain values; {} if it does not exist, cannot be read, or is no mapping."""
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
@@ -65,9 +63,8 @@ def run_folder(text: str) -> str:
 
 def check_places(run: Path, *, trains: bool = True) -> None:
     """Check, before the model is loaded, that a run can write its files into its folder, which need not exist yet.
-    Raises ValueError, naming the path, if the folder cannot be written to, if something other than the needed folder or
-    regular file exists where the run writes one, or if a run that trains (``trains``) has a subfolder that cannot be
-    written to."""
+    Raises ValueError if the folder, or a subfolder of a run that trains (``trains``), cannot be written to, or if
+    something else is where the run needs a folder or regular file."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
@@ -84,8 +81,8 @@ def check_places(run: Path, *, trains: bool = True) -> None:
 
 
 def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
-    """Return the paths of a run's config.yaml and of one of its checkpoints; raise ValueError if one does not exist.
-    ``checkpoint`` is "last", "best", or a path."""
+    """Return the paths of a run's config.yaml and of a checkpoint ("last", "best", or a path); raise ValueError if one
+    does not exist."""
     config = run / "config.yaml"
     if not config.is_file():
         raise ValueError(f"{run} is no run folder: it has no config.yaml")
@@ -96,8 +93,7 @@ def run_files(run: Path, checkpoint: str = "last") -> tuple[Path, Path]:
 
 
 def date_in(config: Mapping[str, Any]) -> str | None:
-    """Return the date in a run's config.yaml that its chat template writes into prompts; None if the template writes no
-    date."""
+    """Return the date in a run's config.yaml that its chat template writes into prompts; None if it writes none."""
     date = (config.get("data") or {}).get("date")
     return None if date is None else str(date)  # YAML reads a date without quotes as a date
 
@@ -115,10 +111,9 @@ def is_running(folder: Path) -> bool:
 
 
 def keep_metrics(folder: Path) -> Path | None:
-    """Rename the metrics.csv of an interrupted run to the first free one of metrics-1.csv, metrics-2.csv, ..., because
-    Lightning's CSVLogger would delete it. Returns the new path; returns None, without renaming, if there is no
-    metrics.csv or another process trains in the folder. Only the first rank may call this function, because all ranks
-    share the folder."""
+    """Rename the metrics.csv of an interrupted run, which Lightning's CSVLogger would delete, to the first free one of
+    metrics-1.csv, metrics-2.csv, ... Returns the new path; None, without renaming, if there is no metrics.csv or
+    another process trains in the folder. Only the first rank may call this function."""
     metrics = folder / "metrics.csv"
     if not metrics.exists() or is_running(folder):
         return None

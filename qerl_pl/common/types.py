@@ -27,15 +27,14 @@ class Problem(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Prompt as tokens, made from a problem, with the problem's answer. The class is a NamedTuple because Lightning
-    refuses frozen dataclasses when it moves a batch of prompts to the device."""
+    """Prompt as tokens, with the problem's answer; a NamedTuple, because Lightning refuses frozen dataclasses when it
+    moves a batch to the device."""
 
     tokens: tuple[int, ...]
     """Tokens of the whole chat prompt, including the generation prompt."""
     answer: str
     copy: int = 0
-    """Number of earlier prompts with equal tokens in the rollout or evaluation; prompts with equal tokens get different
-    seeds by it."""
+    """Number of earlier prompts with equal tokens in the rollout or evaluation, by which their seeds differ."""
     text: str = ""
     """Text of the prompt's tokens, special tokens included."""
     messages: tuple[Message, ...] = ()
@@ -64,13 +63,11 @@ class Completion:
     text: str = ""
     """Text of the completion with special tokens, but without the token that ended it; the rollout loop sets it."""
     seed: int | None = None
-    """Key of the random noise with which the completion's tokens were sampled (see ``policy.margins``); None if the
-    engine does not sample by such noise."""
+    """Key of the random noise with which the tokens were sampled (``policy.margins``); None if there is none."""
     routes: Tensor | None = field(default=None, compare=False, repr=False)
-    """[T, L, k] integers: indices of the k experts that computed each token in each of the model's L blocks with
-    experts. There is one entry per token of prompt and completion except the last, which goes through no layer. None:
-    the model has no experts, or training does not use the engine's choice of experts. The rollout loop converts the
-    tensor to uint8 (int16 for more than 256 experts)."""
+    """[T, L, k] integers: indices of the k experts that computed each token of prompt and completion except the last,
+    which goes through no layer. None: the model has no experts, or training does not use the engine's choice. The
+    rollout loop converts the tensor to uint8 (int16 for more than 256 experts)."""
 
 
 class Experience(NamedTuple):
@@ -93,6 +90,5 @@ class Experience(NamedTuple):
     advantages: Tensor
     """[B] fp32, exactly 0 for rows without a reward and for groups whose rewards are all equal."""
     routes: Tensor | None = None
-    """[B, S, L, k] uint8 or int16: the experts that the engine chose for each token, ``Completion.routes``; 0 for a
-    row's last token and for padding. None: in training the model's routers choose the experts, or the model has
-    none."""
+    """[B, S, L, k] uint8 or int16: ``Completion.routes``; 0 for a row's last token and for padding. None: the routers
+    choose the experts in training, or the model has none."""

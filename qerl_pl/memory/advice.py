@@ -22,20 +22,13 @@ class Change:
     """New value of the setting. If the setting is a number v, this is the largest of v/2, v/4, ... with which the run
     fits."""
     peak: int
-    """Predicted peak bytes of GPU memory of the run with this change and all changes that come before it in the
-    list."""
+    """Predicted peak bytes of GPU memory of the run with this change and all before it in the list."""
 
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """Plan the GPU memory of a run that is about to start, warn if it may not fit, and return the plan.
-
-    Training passes that are too large only cause a warning: when memory runs out, the run continues with fewer tokens
-    per pass (``retry.MicroBatchBudget``). A rollout engine that is too large is an error, because it cannot be made
-    smaller after its start.
-
-    Raises:
-        ValueError: the rollout engine does not fit, even with a KV cache for a single sequence of the longest length.
-    """
+    """Plan the GPU memory of a run that is about to start, and warn if it may not fit: when memory runs out in training
+    passes, the run continues with fewer tokens per pass (``retry.MicroBatchBudget``). Raises ValueError if the rollout
+    engine, which cannot be made smaller after its start, does not fit with a KV cache for a single longest sequence."""
     planned = fitted(shape, run, gpu_bytes)
     if planned.peak > usable(gpu_bytes):
         message = (
@@ -49,12 +42,9 @@ def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
-    """List the changes of settings that together make a run fit on a GPU, those first that harm the run least (the
-    order of ``savings``).
-
-    A change is left out if it does not reduce the bytes that exceed the GPU's usable memory, or if the other changes
-    suffice without it. If all changes together do not suffice, they are returned nevertheless, and the ``peak`` of the
-    last change is above the memory that a run may use (``fitting.usable``).
+    """List the changes of settings that together make a run fit on a GPU, those first that harm the run least
+    (``savings``). A change is left out if it does not reduce the bytes that exceed the usable memory, or if the others
+    suffice without it. If all together do not suffice, the ``peak`` of the last one is above ``fitting.usable``.
     """
 
     def planned(changes: Mapping[str, Any]) -> Plan:
@@ -135,8 +125,7 @@ def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
 
 
 def _halved(value: int | None, smallest: int) -> list[int]:
-    """Return the numbers value/2, value/4, ..., of which the last is ``smallest``; empty if ``value`` is None or not
-    larger than ``smallest``."""
+    """Return value/2, value/4, ..., of which the last is ``smallest``; empty if ``value`` is None or not larger."""
     halves = []
     while value is not None and value > smallest:
         value = max(smallest, value // 2)

@@ -33,6 +33,6 @@ def others_bytes(device: torch.device) -> int:
 
 def available_bytes(device: torch.device, at_most: float | None = None) -> int:
     """Return the bytes of GPU memory that this process may use, its CUDA context included: all that other processes
-    leave free (``others_bytes``), but at most ``at_most`` GiB."""
+    leave free, but at most ``at_most`` GiB."""
     available = torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
     return available if at_most is None else min(available, int(at_most * 2**30))

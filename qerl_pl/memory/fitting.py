@@ -1,5 +1,4 @@
-"""Choose the memory settings that a run leaves open: micro-batch size, level of gradient checkpointing and KV cache
-size."""
+"""Choose the memory settings that a run leaves open: micro-batch size, gradient checkpointing and KV cache size."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ OFFLOAD = 0.07  # of copying the blocks' inputs to host memory and back, as a sh
 
 
 def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """Plan the memory of a run on a GPU, and choose the settings that the user has left open.
+    """Plan the memory of a run on a GPU, and choose the settings that the user has left open. The result may exceed the
+    GPU's memory: the caller has to compare its peak with ``usable``.
 
-    The result may exceed the GPU's memory: the caller has to compare its peak with ``usable``. A micro-batch has
-    ``USUAL_MICRO_BATCH`` tokens or, if these do not fit, as many as fit, but no fewer than the longest prompt and
+    A micro-batch has ``USUAL_MICRO_BATCH`` tokens or as many as fit, but no fewer than the longest prompt and
     completion together. The level of gradient checkpointing is the one with which a training pass takes the least time
     per token or, if none fits, the least memory. The KV cache holds all sequences of a rollout at their maximum length
-    or, if that does not fit, as many as fit, and at least one.
+    or as many as fit, and at least one.
     """
     if run.teacher is not None and run.teacher.keep == "auto":
         kept = [replace(run, teacher=replace(run.teacher, keep=place)) for place in ("gpu", "host")]
@@ -69,20 +68,19 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 class Option(NamedTuple):
-    """A level of gradient checkpointing that the memory plan may choose, with the largest micro-batch with which the
-    run fits the GPU or, if it fits with none, the smallest micro-batch."""
+    """A level of gradient checkpointing, with the largest micro-batch with which the run fits the GPU or, if it fits
+    with none, the smallest."""
 
     setting: Setting
     tokens: int
     train: int
     """Peak bytes of GPU memory of training passes, during which the engine sleeps and its KV cache is free."""
     time: float
-    """Predicted time per token of training passes, in units of the time per token of an infinitely long pass without
-    recomputation (``time_per_token``)."""
+    """Predicted time per token of training passes (``time_per_token``)."""
 
     def why(self, everything: Option, gpu_bytes: int) -> str:
-        """Return a sentence for the log that says why this level of gradient checkpointing was chosen, and how much
-        slower it is than ``everything``, the level that keeps all activations."""
+        """Return a sentence for the log that says why this level was chosen, and how much slower it is than
+        ``everything``, the level that keeps all activations."""
         choice = f"gradient_checkpointing is {self.setting}"
         if self.setting == everything.setting:
             return f"{choice}: all activations that backward needs fit"
@@ -97,9 +95,8 @@ class Option(NamedTuple):
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing from which the memory plan chooses, whether they fit the GPU or not,
-    starting with the one that needs the most memory. If the user's settings name a level, the list has only this
-    level."""
+    """List the levels of gradient checkpointing from which the memory plan chooses, or the one that the user's settings
+    name, whether they fit the GPU or not, starting with the one that needs the most memory."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     setting = run.recompute(shape.num_layers)
     options = []
@@ -131,10 +128,8 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 
 def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     """Return the largest number of tokens, a multiple of ``STEP``, that each completion of a run may have on a GPU; 0
-    if not even ``STEP`` tokens fit.
-
-    For each length that is tried, the settings that the user has left open are chosen anew, and the KV cache must hold
-    at least one sequence of this length. The number of positions that the model supports is not considered.
+    if not even ``STEP`` tokens fit. Open settings are chosen anew for each length, and the KV cache must hold at least
+    one sequence of it. The number of positions that the model supports is not considered.
     """
 
     def too_long(steps: int) -> bool:
@@ -168,9 +163,8 @@ def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
 
 
 def time_per_token(shape: ModelShape, run: RunMemory, how: Recompute, tokens: int) -> float:
-    """Predict the time per token of a training pass of ``tokens`` tokens at a level of gradient checkpointing. The unit
-    is the time per token of an infinitely long pass without gradient checkpointing, in which the fixed overhead of a
-    pass does not count."""
+    """Predict the time per token of a training pass of ``tokens`` tokens at a level of gradient checkpointing, in units
+    of the time per token of an infinitely long pass without gradient checkpointing."""
     time = 1 + OVERHEAD / tokens
     if not how.selective:
         return time

@@ -40,21 +40,20 @@ VOCABULARY = 64
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> list[tuple[int, list[tuple[str, int, int]]]]:
-    """Return, for each kind of decoder block, the number of such blocks, and those of their linear layers
-    (``ModelShape.linears``) whose names are in ``targets``."""
+    """Return, for each kind of decoder block, the number of such blocks, and their linear layers in ``targets``."""
     return [(number, [linear for linear in linears if linear[0] in targets]) for number, linears in shape.linears]
 
 
 def adapted_values(shape: ModelShape, targets: Collection[str]) -> list[tuple[int, int]]:
     """Return, for each kind of decoder block, the number of such blocks, and the number of LoRA parameters of one at
-    rank 1: the sum of outputs plus inputs over its linear layers whose names are in ``targets``."""
+    rank 1: outputs plus inputs of its linear layers in ``targets``."""
     kinds = adapted(shape, targets)
     return [(number, sum(rows + columns for _, rows, columns in linears)) for number, linears in kinds]
 
 
 def adapted_experts(shape: ModelShape) -> int:
-    """Return the number of LoRA parameters of all experts of one block at rank 1: per expert, one matrix A for gate and
-    up together, a B for each of the two, and A and B of down."""
+    """Return the number of LoRA parameters of all experts of one block at rank 1: per expert, an A for gate and up
+    together, a B for each of the two, and A and B of down."""
     return shape.experts.num * (2 * shape.hidden + 3 * shape.experts.inner)
 
 
@@ -67,37 +66,34 @@ def adapter_values(shape: ModelShape, run: RunMemory) -> int:
 
 
 def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
-    """Return the bytes of the LoRA matrices of all experts of one MoE layer. The rank is padded to a multiple of
-    ``MULTIPLE``, because grouped matrix products need that."""
+    """Return the bytes of the LoRA matrices, with padded rank, of all experts of one MoE layer."""
     return itemsize * ceil(expert_rank / MULTIPLE) * MULTIPLE * adapted_experts(shape)
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of GPU memory that gradient checkpointing takes for the inputs of decoder blocks, a tensor [T,
-    H] of T tokens and hidden size H for each block that backward recomputes from its input. If these inputs are
-    offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
+    """Return the bytes of GPU memory for the inputs [T, H] of the blocks that backward recomputes from them. If they
+    are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
 def experts_kept(shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes per token that the experts of one MoE layer keep for backward: for each expert that computes the
-    token, the outputs of two linear layers, two int64 indices and an fp32 weight; and two fp32 copies of the router's
-    probabilities of all experts."""
+    """Return the bytes per token that the experts of one MoE layer keep for backward: for each chosen expert, the
+    outputs of two linear layers, two int64 indices and an fp32 weight; and two fp32 copies of the router's
+    probabilities."""
     sizes = shape.experts
     return sizes.chosen * (2 * itemsize * sizes.inner + 20) + 8 * sizes.num
 
 
 def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
-    """Return the bytes of the tensors that training needs to use the experts with which vLLM computed each token
-    (``model.router_replay``). These tensors hold the indices of the experts of each token and layer
-    (``Completion.routes``), and for each token and layer a byte, the number of experts that the trainer's router would
-    not have chosen. They exist once for all tokens of a rollout, and twice for the tokens of a pass."""
+    """Return the bytes of the tensors by which training uses vLLM's experts (``model.router_replay``): the indices of
+    the experts of each token and layer, and a byte for the number of experts that the trainer's router would not have
+    chosen. They exist once for all tokens of a rollout, and twice for those of a pass."""
     return (shape.experts.route_bytes + shape.experts.layers) * (run_tokens + 2 * pass_tokens)
 
 
 def recorded_routes(shape: ModelShape, slots: int) -> int:
-    """Return the bytes of vLLM's buffer that records which experts computed each token: an int16 per MoE layer and
-    chosen expert for each of the ``slots`` of the KV cache (a slot holds one token)."""
+    """Return the bytes of vLLM's record of the experts that computed each token: an int16 per MoE layer and chosen
+    expert for each slot (token) of the KV cache."""
     return 2 * shape.experts.layers * shape.experts.chosen * (slots + 1)
 
 
@@ -107,19 +103,15 @@ def block_kept(shape: ModelShape, run: RunMemory, tokens: int) -> int:
 
     In the compute dtype: the inputs of linear layers (two normalised inputs, the attention's output, the MLP's
     product); queries, keys and values; the MLP's gate, its activation and up's output; x A^T of each linear layer with
-    an adapter; A and B. In fp32: the inputs of all norms (query and key norms included) and the attention's
-    log-sum-exp. Fused norms keep their inputs in the compute dtype and one fp32 number for each vector that they
-    normalise; fused SwiGLU keeps no activation.
+    an adapter; A and B. In fp32: the inputs of all norms and the attention's log-sum-exp. Fused norms keep their inputs
+    in the compute dtype and one fp32 number for each vector; fused SwiGLU keeps no activation.
 
-    In a model with recurrent layers, every block counts as a block of the kind that keeps more. A recurrent layer
-    keeps, instead of attention's tensors, the inputs and outputs of the recurrence, the gate and the gated output; and
-    in fp32 the inputs of its norm and gate. In a mixture-of-experts model, the tensors of a shared expert are added to
-    those of the chosen experts, and every block counts as one with experts or as one with a dense MLP, whichever keeps
-    more.
+    Every block counts as one of the kind that keeps more, with or without attention, with experts or with a dense MLP.
+    A recurrent layer keeps the inputs and outputs of the recurrence, the gate and the gated output; and in fp32 the
+    inputs of its norm and gate. The tensors of a shared expert are added to those of the chosen experts.
 
     With LoRA dropout, each linear layer with an adapter keeps, instead of its input, a copy of the input with zeros for
-    dropped values, which it shares with no other layer, and a mask of one byte per value. The attention's output is
-    kept in any case, because backward of attention needs it.
+    dropped values, and a mask of one byte per value. Backward of attention needs its output in any case.
     """
     itemsize, fused = run.itemsize, run.fuses(shape)
     norm_inputs = shape.block_norms * shape.hidden + shape.head_norms * (shape.query_width + shape.key_width)
@@ -147,10 +139,9 @@ def block_kept_selectively(shape: ModelShape, run: RunMemory, tokens: int) -> in
     operations are recomputed.
 
     In the compute dtype: the block's input; the rotated queries and keys, the values and the output of attention; and
-    the outputs of linear layers with adapters. Not counted are the output of the last linear layer, which backward does
-    not need, and outputs that share memory with attention's inputs: the values, and queries and keys if they are
-    rotated in place. In fp32: the attention's log-sum-exp. With LoRA dropout, the outputs of layers with adapters are
-    recomputed too.
+    the outputs of linear layers with adapters, but for the last one, which backward does not need, and those that share
+    memory with attention's inputs: the values, and queries and keys if they are rotated in place. In fp32: the
+    attention's log-sum-exp. With LoRA dropout, the outputs of layers with adapters are recomputed too.
     """
     sizes, expert_rank = shape.recurrent, run.rank_of_experts(shape)
     width = shape.hidden + max(2 * shape.query_width + 2 * shape.key_width, sizes.conv_width + sizes.value_width)
@@ -207,12 +198,10 @@ def block_backward(shape: ModelShape, run: RunMemory, tokens: int) -> int:
 
 
 def head_backward(shape: ModelShape, tokens: int, itemsize: int) -> int:
-    """Return the bytes that forward and backward through the final norm and the language-model head need.
-
-    They are the norm's input in fp32, plus the larger of what two moments need. Forward of the head needs the hidden
-    states, the gradient of the log-probabilities with respect to them, and one chunk of logits in fp32 with its
-    gradient in the compute dtype. Backward of the norm needs the gradient of its output, and three fp32 tensors of its
-    shape.
+    """Return the bytes that forward and backward through the final norm and the language-model head need: the norm's
+    input in fp32, and the larger of two moments. Forward of the head needs the hidden states, the gradient of the
+    log-probabilities with respect to them, and one chunk of logits in fp32 with its gradient in the compute dtype.
+    Backward of the norm needs the gradient of its output, and three fp32 tensors of its shape.
     """
     chunk = min(CHUNK_BYTES, 4 * tokens * shape.vocabulary)
     vocabulary = 2 * itemsize * tokens * shape.hidden + chunk + (chunk // 2 if itemsize == 2 else chunk)
@@ -238,8 +227,7 @@ def kv_token_bytes(shape: ModelShape, itemsize: int, kv_cache_dtype: str = "auto
 
 
 def recurrent_state(shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes that vLLM's cache holds per sequence and recurrent layer: the recurrent state in fp32, and the
-    convolution's last inputs."""
+    """Return the bytes of vLLM's cache per sequence and recurrent layer: fp32 state, and the convolution's inputs."""
     sizes = shape.recurrent
     return 4 * sizes.state_values + itemsize * sizes.conv_width * sizes.conv_tokens
 
@@ -249,10 +237,10 @@ def kv_cache(
 ) -> int:
     """Return the bytes of vLLM's cache for ``num_sequences`` sequences of ``length`` tokens.
 
-    Every sequence takes a whole number of cache blocks of ``block`` tokens, and vLLM reserves one cache block more for
-    all sequences together. In a model with recurrent layers, cache blocks have more tokens: as many as are needed for
-    their keys and values in one layer to take at least as many bytes as a recurrent state. vLLM divides the layers into
-    groups of equal kind; a sequence needs one cache block per group of recurrent layers.
+    Every sequence takes a whole number of cache blocks of ``block`` tokens, and vLLM reserves one block more for all.
+    In a model with recurrent layers, blocks have as many tokens as are needed for their keys and values in one layer to
+    take at least as many bytes as a recurrent state. vLLM divides the layers into groups of equal kind; a sequence
+    needs one block per group of recurrent layers.
     """
     token = kv_token_bytes(shape, itemsize, kv_cache_dtype)
     recurrent = shape.recurrent.num_layers
@@ -267,9 +255,8 @@ def kv_cache(
 
 
 def engine_base(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
-    """Return the bytes of vLLM's weights: 4-bit linear layers, and everything else in vLLM's compute dtype. Embedding
-    and output head are not counted if vLLM shares them with the trainer, which requires that both have the same dtype,
-    and that vLLM does not pad the vocabulary."""
+    """Return the bytes of vLLM's weights. Embedding and output head are not counted if vLLM shares them with the
+    trainer, which requires that both have the same dtype, and that vLLM does not pad the vocabulary."""
     itemsize = engine.itemsize(run.itemsize)
     own_embeddings = not run.shared_embeddings or itemsize != run.itemsize or shape.vocabulary % VOCABULARY > 0
     dense = shape.engine_linear_bytes - shape.engine_packed_bytes + shape.other_bytes
@@ -278,9 +265,8 @@ def engine_base(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
 
 
 def engine_pass(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
-    """Return the peak bytes of vLLM's largest forward pass. It is the larger of what two moments need: an MLP with
-    LoRA's fp32 buffers and, if vLLM dequantises weights in large passes, a dequantised copy of gate and up; and
-    sampling, with two fp32 copies of the logits."""
+    """Return the peak bytes of vLLM's largest forward pass: in an MLP with LoRA's fp32 buffers and, if vLLM dequantises
+    weights in large passes, a copy of gate and up; or in sampling, with two fp32 copies of the logits."""
     itemsize, tokens = engine.itemsize(run.itemsize), engine.batched_tokens
     mlp = tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank(run.rank))
     if engine.dequantises and itemsize == 2 and shape.fitting_bytes:  # only an NVFP4 base has linears that fit
@@ -298,13 +284,11 @@ def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -
 
 
 def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int:
-    """Return the bytes that vLLM keeps even while it sleeps.
-
-    These are the model's CUDA graphs; two fp32 copies of the logits of up to ``GRAPH_SEQUENCES`` sequences, which the
-    graphs of decoding steps keep; and, for each of the engine's sequences, an int32 and a bit per token of the
-    vocabulary, which are there for repetition penalties. With speculative decoding, vLLM also has a set of the model's
-    graphs for each number of drafted tokens, logits for each of these, and the tokens of all sequences, in which it
-    looks for drafts, with up to ``length`` int32 per sequence.
+    """Return the bytes that vLLM keeps even while it sleeps: the model's CUDA graphs; two fp32 copies of the logits of
+    up to ``GRAPH_SEQUENCES`` sequences, which the graphs of decoding steps keep; and, for each sequence, an int32 and a
+    bit per token of the vocabulary for repetition penalties. With speculative decoding, vLLM also has a set of graphs
+    for each number of drafted tokens, logits for each of these, and the tokens of all sequences, up to ``length`` int32
+    each, in which it looks for drafts.
     """
     num_seqs = engine.max_num_seqs
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
@@ -328,5 +312,5 @@ def adapter_slots(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> in
 
 
 def slot_rank(rank: int) -> int:
-    """Return the rank of vLLM's adapter slots: the smallest rank that vLLM supports and that is at least ``rank``."""
+    """Return the smallest rank of adapter slots that vLLM supports and that is at least ``rank``."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)

@@ -25,14 +25,12 @@ PASSES = (
     "backward",
     "optimizer's temporaries",
 )
-"""Parts of a run's memory that are allocated and freed in every forward or backward pass, and therefore fragment the
-memory of torch's allocator."""
+"""Parts of a run's memory that are freed in every pass, and therefore fragment the memory of torch's allocator."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Predicted bytes of GPU memory that every part of a run, such as "KV cache", takes at each of the moments in
-    ``MOMENTS``, such as "rollout"."""
+    """Predicted bytes of GPU memory that every part of a run takes at each of the moments in ``MOMENTS``."""
 
     parts: Mapping[str, Mapping[str, int]]
     """Bytes of each part by moment; moments at which the part does not exist are left out."""
@@ -85,8 +83,7 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the GPU memory of a run whose memory settings are all given. (``fitting.fitted`` first chooses those that
-    the user has left open.)"""
+    """Predict the GPU memory of a run whose memory settings are all given (``fitting.fitted`` chooses open ones)."""
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
     sizes |= _adapter(shape, run)
@@ -139,17 +136,15 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
 
 
 def shared_base(shape: ModelShape, run: RunMemory) -> int:
-    """Return the bytes of the 4-bit base weights of which trainer and vLLM share one copy. The memory plan counts them
-    only once, as part of "base"."""
+    """Return the bytes of the 4-bit base weights of which trainer and vLLM share one copy, counted in "base"."""
     engine = run.engine  # the kernels that read the trainer's weights multiply by 16-bit activations only
     return shape.fitting_bytes if engine and engine.one_copy and engine.itemsize(run.itemsize) == 2 else 0
 
 
 def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]]:
-    """Predict the bytes of GPU memory of rollouts that transformers samples, by part and moment: a KV cache; a second
-    copy of the cache of one decoder block, which transformers makes when it appends a token; and the largest of fp32
-    logits, the forward pass over the prompts, and the trainer's pass that computes log-probabilities of completions, to
-    compare them with the engine's."""
+    """Predict the memory of rollouts that transformers samples: a KV cache; a second copy of the cache of one block,
+    which transformers makes when it appends a token; and the largest of fp32 logits, the forward pass over the prompts,
+    and the trainer's pass that checks log-probabilities of completions."""
     rows = min(run.rows, max(1, run.batch_tokens // run.longest_row))
     # a sequence of more than ``batch_tokens`` tokens gets a batch of its own
     tokens = min(run.rows * run.max_model_len, max(run.batch_tokens, run.max_model_len))
@@ -165,8 +160,7 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
-    """Predict the memory of a teacher model: weights, forward passes and, for a divergence over the vocabulary,
-    states."""
+    """Predict the memory of a teacher: weights, forward passes and, for a divergence over the vocabulary, states."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

@@ -26,17 +26,14 @@ class MicroBatchBudget:
         recompute_more: Callable[[], object | None] = lambda: None,
     ) -> T:
         """Call ``work(tokens)``; if GPU memory runs out, call ``undo`` and then ``work`` again with settings that need
-        less memory.
+        less memory. Raises RuntimeError if memory runs out even with one row per pass.
 
         Args:
-            work: makes the passes of an optimizer step; its argument is the limit on the tokens of one pass.
+            work: makes the passes of an optimizer step of up to ``tokens`` tokens each.
             longest: tokens of the longest row (prompt and completion), below which the limit is not lowered.
             undo: reverts what a failed call of ``work`` has done, such as accumulated gradients.
-            recompute_more: raises the level of gradient checkpointing, and returns the new setting. If it returns None,
-                because the level cannot be raised, the tokens per pass are halved instead.
-
-        Raises:
-            RuntimeError: memory runs out even with one row per pass.
+            recompute_more: raises the level of gradient checkpointing, and returns the new setting; None if the level
+                cannot be raised, so that the tokens per pass are halved instead.
         """
         while True:
             tokens = max(self.tokens, longest)

@@ -16,20 +16,19 @@ DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
 GRAPH_SEQUENCES = 64
 """Largest number of sequences for which vLLM's decoding steps run entirely as CUDA graphs, which keep memory for the
-logits. With more sequences, the GPU takes longer for a decoding step than the host, so graphs would save no time."""
+logits. With more sequences, the GPU takes longer for a step than the host, so graphs would save no time."""
 DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
-"""Pairs (S, D) for speculative decoding in vLLM, in ascending order of S: a decoding step with at most S sequences
-verifies D drafted tokens per sequence. The first pair that fits counts; with more sequences than the last S, no tokens
-are drafted. D is so small that no decoding step with drafts has more than ``GRAPH_SEQUENCES`` tokens."""
+"""Pairs (S, D) for speculative decoding, in ascending order of S: a decoding step of at most S sequences verifies D
+drafted tokens per sequence. The first pair that fits counts; with more sequences, no tokens are drafted. No step with
+drafts has more than ``GRAPH_SEQUENCES`` tokens."""
 CHECKED_TOKENS = 4096
-"""Largest number of tokens of a forward pass without gradients in which the trainer checks completions while the engine
-is awake; a pass of this size takes less memory than the engine's own passes."""
+"""Largest number of tokens of a pass in which the trainer checks completions while the engine is awake, so that it
+takes less memory than the engine's own passes."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Settings of a vLLM engine that determine how much GPU memory it takes; most have the names of arguments of
-    ``VLLMEngine``."""
+    """Settings of a vLLM engine that determine its GPU memory; most have the names of arguments of ``VLLMEngine``."""
 
     dtype: str = "auto"
     """Compute dtype; "auto" means the policy's."""
@@ -43,11 +42,9 @@ class EngineMemory:
     block_size: int | None = None
     enforce_eager: bool = False
     sleep_level: int = 0
-    """Level of vLLM's sleep mode: while it sleeps, the engine frees the KV cache and, with level 1, also its weights
-    and its copy of the adapter."""
+    """Level of vLLM's sleep mode: 0 frees the KV cache, 1 also the weights and the engine's copy of the adapter."""
     one_copy: bool = False
-    """Whether the engine uses the trainer's 4-bit weights instead of a copy, where the engine's kernels can read
-    them."""
+    """Whether the engine uses the trainer's 4-bit weights, where its kernels can read them."""
     dequantises: bool = False
     """Whether the engine dequantises weights to scratch memory in forward passes with many tokens."""
     speculates: bool = False
@@ -92,37 +89,30 @@ class RunMemory:
     rank: int = 32
     targets: tuple[str, ...] = PROJECTIONS
     expert_rank: int | None = None
-    """LoRA rank of the adapters on experts of a mixture-of-experts model; None means the default, which
-    ``rank_of_experts`` gives."""
+    """LoRA rank of the adapters on experts; None means the default, which ``rank_of_experts`` gives."""
     dropout: bool = False
-    """Whether LoRA uses dropout, with which each adapted linear layer keeps a separate copy of its input for
-    backward."""
+    """Whether LoRA uses dropout, with which each adapted linear layer keeps a copy of its input for backward."""
     train_norms: bool = False
     state_bytes: int = 8
     """Bytes of optimizer state per trained parameter: 8 for AdamW in fp32, 2 in 8 bits."""
     micro_batch_tokens: int | None = None
     """Largest number of tokens of a training pass; None means that the memory plan chooses it."""
     gradient_checkpointing: Setting = "none"
-    """Level of gradient checkpointing, that is, which activations backward recomputes (``policy.recompute``); "auto"
-    means the fastest level that fits."""
+    """Level of gradient checkpointing (``policy.recompute``); "auto" means the fastest level that fits."""
     fused: bool = False
-    """Whether norms, rotary embeddings and SwiGLU are computed by fused kernels, which keep fewer bytes for
-    backward."""
+    """Whether norms, rotary embeddings and SwiGLU are fused kernels, which keep fewer bytes for backward."""
     engine: EngineMemory | None = None
     """Settings of vLLM; None means that transformers samples with the trainer's model."""
     batch_tokens: int = 0
     """Tokens in the KV cache of the transformers engine."""
     teacher: TeacherMemory | None = None
     router_replay: bool = False
-    """Whether training computes each token with the experts that vLLM used for it, if the model is a mixture-of-experts
-    model."""
+    """Whether training computes each token with the experts that vLLM used for it, in a mixture-of-experts model."""
     shared_embeddings: bool = True
-    """Whether trainer and engine may share the memory of embedding and head; they do so only if both have the same
-    dtype."""
+    """Whether trainer and engine may share embedding and head; they do so only if both have the same dtype."""
 
     def recompute(self, num_layers: int) -> Recompute | None:
-        """Return the level of gradient checkpointing that the settings name, or None for "auto"; errors are those of
-        ``recompute_of``."""
+        """Return the level of gradient checkpointing that the settings name, or None for "auto" (``recompute_of``)."""
         return recompute_of(self.gradient_checkpointing, num_layers)
 
     def rank_of_experts(self, shape: ModelShape) -> int:
@@ -145,14 +135,12 @@ class RunMemory:
 
     @property
     def checked_tokens(self) -> int:
-        """Number of tokens of the largest forward pass, without gradients, in which the trainer checks completions
-        while the engine is awake."""
+        """Number of tokens of the largest pass in which the trainer checks completions while the engine is awake."""
         return min(check_limit(self.longest_row), self.rows * self.longest_row)
 
     @property
     def max_model_len(self) -> int:
-        """Number of tokens of the longest sequence, prompt and completion, that is sampled in training or
-        evaluation."""
+        """Number of tokens of the longest sequence that is sampled in training or evaluation."""
         return self.prompt_tokens + max(self.completion_tokens, self.evaluation_tokens)
 
 
@@ -164,5 +152,5 @@ def check_limit(longest_row: int) -> int:
 
 
 def state_bytes(optimizer: str) -> int:
-    """Return the bytes per trained parameter of the two moments of an optimizer, given by the name of its class."""
+    """Return the bytes per trained parameter of the two moments of an optimizer, by its class's name."""
     return 2 if "8bit" in optimizer else 8

@@ -36,8 +36,7 @@ from qerl_pl.quant.selection import fused_groups, is_ignored
 
 
 class Recurrent(NamedTuple):
-    """Sizes of layers that keep a recurrent state instead of keys and values (Qwen3.5's gated delta nets); all are 0 if
-    the model has no such layers."""
+    """Sizes of layers with a recurrent state (Qwen3.5's gated delta nets); all are 0 without such layers."""
 
     num_layers: int = 0
     """Number of such layers."""
@@ -69,15 +68,13 @@ class ExpertSizes(NamedTuple):
 
     @property
     def route_bytes(self) -> int:
-        """Number of bytes per token with which training stores which experts computed the token: one index for each MoE
-        layer and each expert that computes the token."""
+        """Number of bytes per token with which training stores which experts computed the token."""
         return self.layers * self.chosen * Routing(self.layers, self.num, self.chosen).dtype.itemsize
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder model, and the bytes that its weights take on a GPU in trainer and engine. Letters: L
-    blocks, H hidden size, I inner size of the MLP, V vocabulary."""
+    """Dimensions of a decoder model, and the bytes of its weights on a GPU in trainer and engine."""
 
     num_layers: int
     hidden: int
@@ -107,18 +104,16 @@ class ModelShape:
     linear_bytes: int
     """Bytes of the trainer's linear layers except the language-model head."""
     engine_linear_bytes: int
-    """Bytes of vLLM's linear layers except the language-model head; layers that vLLM holds dequantised, because it has
-    no kernels for their format, count as dense."""
+    """Bytes of vLLM's linear layers except the language-model head; those that vLLM holds dequantised count as
+    dense."""
     engine_packed_bytes: int
-    """Bytes of those of vLLM's linear layers that have 4-bit weights, which do not depend on vLLM's compute dtype;
-    included in ``engine_linear_bytes``."""
+    """Bytes of vLLM's 4-bit linear layers, included in ``engine_linear_bytes``."""
     fitting_bytes: int
-    """Bytes of those of vLLM's 4-bit weights that this project's NVFP4 kernels can read from the trainer's memory, so
-    that vLLM needs no copy; included in ``engine_packed_bytes``."""
+    """Bytes of vLLM's 4-bit weights that this project's NVFP4 kernels can read from the trainer's memory, so that vLLM
+    needs no copy; included in ``engine_packed_bytes``."""
     unfit: tuple[str, ...]
-    """The NVFP4 linear layers of a block that this project's kernels do not support, in the fused form in which vLLM
-    computes them; each once, with its size N x K, e.g. ``o_proj (896 x 1000)``. vLLM has its own copy of these layers
-    and runs its own kernels."""
+    """The NVFP4 linear layers of a block that this project's kernels do not support, as vLLM fuses them, each once,
+    with its size N x K, e.g. ``o_proj (896 x 1000)``. vLLM has its own copy of these layers."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
@@ -145,8 +140,8 @@ class ModelShape:
 
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
-    """Compute the dimensions of a model from its configuration. Linear layers, except the language-model head, have
-    4-bit weights of the format ``fmt``, or are dense if ``fmt`` is None; all other weights have ``dtype``."""
+    """Compute the dimensions of a model from its configuration, if all linear layers but the language-model head have
+    the 4-bit format ``fmt`` (None: dense), and all other weights ``dtype``."""
     return _shape(empty_model(config, dtype), fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 
@@ -196,9 +191,8 @@ def planned_shape(
     base: str, base_format: BaseFormat | None, quantization: Quantization | None, dtype: torch.dtype
 ) -> ModelShape:
     """Find the dimensions of the base model that the settings ``model.base``, ``base_format`` and ``quantize``
-    describe, without downloading weights. They come from the model's folder or, if there is none, from a built-in list
-    of known models, or from config.json on the hub. ValueError: the model is in none of these places, or a run cannot
-    use it."""
+    describe, without downloading weights: from its folder, a built-in list of known models, or config.json on the hub.
+    ValueError: the model is in none of these places, or a run cannot use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
     fmt = WRITERS[name].layout.fmt if name else None
@@ -319,8 +313,8 @@ def _linears_of_blocks(
 
 
 def _native_part(packed: Mapping[str, FrozenLinear], *, shares_experts: bool) -> tuple[int, tuple[str, ...]]:
-    """Compute ``ModelShape.fitting_bytes`` and ``ModelShape.unfit`` of an NVFP4 model's 4-bit linear layers.
-    ``shares_experts`` says whether vLLM's experts can use the trainer's weights."""
+    """Compute ``ModelShape.fitting_bytes`` and ``unfit`` of 4-bit NVFP4 linear layers. ``shares_experts`` says whether
+    vLLM's experts can use the trainer's weights."""
     linears = {name: linear for name, linear in packed.items() if not OF_EXPERT.fullmatch(name)}
     shares = shares_experts and native.is_installed()
     experts = [packed[name] for name in packed.keys() - linears.keys()] if shares else []

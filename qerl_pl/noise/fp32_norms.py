@@ -32,16 +32,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
 
 
 def output_in_input_dtype(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Cast a norm's output to the dtype of its input; a forward hook of torch modules. A norm with an fp32 weight would
-    otherwise return fp32, and the residual stream would not stay in 16 bits."""
+    """Cast a norm's output to the dtype of its input, as a forward hook, so that the residual stream stays in 16
+    bits."""
     return output.to(args[0].dtype)
 
 
 @contextmanager
 def weights_replaced(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the weights of transformers' norms, inside the context, by other weights [H] of any dtype. ``modules``
-    and ``weights`` map the same names to norms and to their new weights. The output of each norm keeps the dtype of its
-    input."""
+    """Replace, inside the context, the weights of transformers' norms by other weights [H] of any dtype, of the same
+    names. Outputs keep the dtype of their inputs."""
     with ExitStack() as after:
         for name, weight in weights.items():
             parameter = modules[name].get_parameter("weight")

@@ -1,5 +1,4 @@
-"""Add Gaussian noise to norm weights: the result is a pure function of the weights without noise, the standard
-deviation sigma and a seed."""
+"""Add Gaussian noise to norm weights: a pure function of the weights without noise, sigma and a seed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ class NormNoise:
     seed: int = 0
     """Seed in [0, 2^63)."""
     rounded: bool = False
-    """Whether noisy norm weights are rounded to the engine's compute dtype instead of staying in fp32. Rounding to bf16
+    """Whether noisy weights are rounded to the engine's compute dtype instead of staying in fp32. Rounding to bf16
     removes a part of the noise if sigma is below about 2e-3."""
 
     def __post_init__(self) -> None:
@@ -26,14 +25,13 @@ class NormNoise:
             raise ValueError(f"sigma is {self.sigma}; expected 0 (no noise) or more")
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a rollout engine that computes in ``dtype`` stores the norm weights with this
-        noise."""
+        """Return the dtype in which an engine that computes in ``dtype`` stores the norm weights with this noise."""
         return dtype if self.rounded and self.sigma else torch.promote_types(dtype, torch.float32)
 
 
 def is_noise_norm(name: str, norms: Sequence[str]) -> bool:
-    """Return whether the parameter ``name`` is the weight of a norm to which adaptive quantization noise (AQN) is
-    added. ``norms`` are the names that these norms have in each decoder block (``Family.noise_norms``)."""
+    """Return whether the parameter ``name`` is the weight of a norm that gets noise, one of those that ``norms`` names
+    in each decoder block (``Family.noise_norms``)."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and module.rpartition(".")[2] in norms
 
@@ -43,11 +41,8 @@ def noisy_norms(
 ) -> dict[str, Tensor]:
     """Compute w + Z with Z ~ N(0, sigma^2) for every weight w [H] of hidden size H (arXiv 2510.11696, eq. 7-10).
     Returns new tensors by name, also if sigma is 0, on the device of each weight, in ``dtype`` (None: in the dtype of
-    each weight).
-
-    The noise is drawn in fp32 on the CPU, by one random generator for all norms in the order of their names, so it is
-    equal on every device and rank.
-    """
+    each weight). The noise is drawn in fp32 on the CPU, by one generator for all norms in the order of their names, so
+    it is equal on every device and rank."""
     if noise.sigma == 0:
         return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in clean.items()}
     generator = torch.Generator().manual_seed(noise.seed)
@@ -60,11 +55,8 @@ def noisy_norms(
 
 
 def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
-    """Compute the root mean square of the noise that remains in norm weights after the noisy weights are rounded to a
-    dtype.
-
-    In bf16, the result is less than the noise's standard deviation if that is below about a quarter of the spacing of
-    bf16 numbers near the weights.
+    """Compute the root mean square of the noise that remains in norm weights after rounding to ``dtype``: in bf16, less
+    than sigma if that is below about a quarter of the spacing of bf16 numbers near the weights.
     """
     noisy = noisy_norms(clean, noise, dtype=dtype)
     changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]

@@ -16,9 +16,8 @@ False, the completion has no reward, and its advantage has to be 0."""
 
 
 def has_signal(rewards: Tensor, scored: Tensor) -> Tensor:
-    """Return [P] bool: True for groups (the completions of one prompt) in which at least two scored rewards differ, so
-    that the built-in rules of ``group_advantages`` give advantages other than 0. Arguments and errors are those of
-    ``group_advantages``."""
+    """Return [P] bool: True for groups in which at least two scored rewards differ, so that the built-in rules of
+    ``group_advantages`` give advantages other than 0. Arguments and errors are those of ``group_advantages``."""
     if rewards.ndim != 2 or rewards.shape != scored.shape:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} and scored {tuple(scored.shape)}; expected the same [P, G] for both"
@@ -38,8 +37,8 @@ def group_advantages(
     eps: float = 1e-4,
     std_of_batch: Tensor | None = None,
 ) -> Tensor:
-    """Compute advantages: how much better the reward of each completion is than those of its group, the G completions
-    of one of P prompts.
+    """Compute advantages, [P, G] of the rewards' dtype (computed in fp64): how much better the reward of each
+    completion is than those of its group.
 
     The rule ``baseline`` is one of the following. r is the reward, and mean and std are those of the group unless
     stated otherwise:
@@ -58,14 +57,11 @@ def group_advantages(
 
     Args:
         rewards: [P, G] fp32; where ``scored`` is False, any value, nan included.
-        scored: [P, G] bool, True where the reward is known.
+        scored: [P, G] bool, True where the reward is known; elsewhere, advantages are exactly 0.
         baseline: one of the rules above, or a user's function, whose result is returned unchanged.
         eps: added to a std, in units of the reward.
         std_of_batch: [] std of the rewards of all ranks from ``batch_std``, for "batch_normalized"; None: the std is
             computed from ``rewards``.
-
-    Returns:
-        [P, G] of the rewards' dtype, computed in fp64; exactly 0 where ``scored`` is False.
 
     Raises:
         ValueError: the shapes differ or are not [P, G], or a scored reward is not finite.

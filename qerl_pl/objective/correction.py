@@ -1,9 +1,9 @@
 """Measure the difference between the token probabilities of the trainer and of the sampler (the rollout engine), and
 correct it with importance weights.
 
-All functions take log(trainer / sampler), in nats, at the sampled tokens. The trainer's probability is that of the
-policy before its first optimizer step on the rollout. Later changes of the policy are not part of this difference,
-because the ratio in the surrogate loss covers them. Shapes: B rows (one completion each), S token positions.
+All functions take log(trainer / sampler), in nats, at the sampled tokens, for the trainer's policy before its first
+optimizer step on the rollout; the ratio in the surrogate loss covers later changes. Shapes: B rows (one completion
+each), S token positions.
 """
 
 import math
@@ -68,8 +68,8 @@ REJECTION_BOUNDS = {"sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 
 
 class Correction(NamedTuple):
-    """Importance weights of a micro-batch, and sums for metrics. A "unit" is what one weight belongs to: a token if
-    every token has its own weight, otherwise a whole completion."""
+    """Importance weights of a micro-batch, and sums for metrics. A "unit" is a token if every token has its own weight,
+    otherwise a whole completion."""
 
     weights: Tensor
     """[B, S] importance weight of each token: a factor of its loss without gradient, 0 in padding."""
@@ -170,14 +170,12 @@ def _ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tenso
 
 
 def effective_share(num_units: Tensor, weight_sum: Tensor, square_sum: Tensor) -> Tensor:
-    """Compute (sum w)^2 / (n sum w^2), the effective sample size of n weights w as a share of n; 0 if all weights are
-    0."""
+    """Compute (sum w)^2 / (n sum w^2), the effective sample size of n weights w as a share of n; 0 if all are 0."""
     return weight_sum.square() / (num_units * square_sum).clamp(min=torch.finfo(weight_sum.dtype).tiny)
 
 
 class Mismatch(NamedTuple):
-    """Statistics of log r over sampled tokens, where r is the trainer's probability of a token divided by the
-    sampler's. All are fp64, and NaN if there is no token."""
+    """Statistics of log r, the trainer's log-probability of a token minus the sampler's; fp64, NaN without tokens."""
 
     count: Tensor
     """[] number of tokens; 0 and not NaN if there is none."""

@@ -25,7 +25,7 @@ class UserFunction:
     path: str
     function: Callable[..., Any]
     takes: frozenset[str]
-    """Names of the arguments that the caller offers and that are parameters of the user's function."""
+    """Names of those offered arguments that are parameters of the user's function."""
 
     @classmethod
     def load(cls, key: str, path: str, offered: Mapping[str, Any]) -> UserFunction:
@@ -68,13 +68,9 @@ class UserFunction:
         return loaded
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
-        """Call the user's function with those arguments of ``offered``, a mapping by name, that it has parameters for,
-        and return its value in the dtype of the first one. If ``offered`` has a mask ``scored``, the value is set to 0
-        where the mask is False.
-
-        Raises:
-            ValueError: the function fails, or its value is not a finite floating-point tensor that has the shape of
-                the first value in ``offered``.
+        """Call the user's function with those arguments of ``offered`` that it has parameters for, and return its value
+        in the dtype of the first one, set to 0 where the mask ``scored``, if offered, is False. ValueError: the
+        function fails, or its value is not a finite floating-point tensor of the first one's shape.
         """
         first = next(iter(offered.values()))
         given = ((name, offered[name]) for name in self.takes)
@@ -137,6 +133,8 @@ def _surrogate_loss(
     importance: Tensor | None = None,
     **bounds: float,
 ) -> PolicyLoss:
+    """Compute the policy loss with the user's ``function``; the other arguments are those of
+    ``losses.sequence_policy_loss``."""
     log_ratio, factor = prepared(logprobs, old_logprobs, torch.ones_like(advantages), mask, weights, importance)
     offered = {
         "logprobs": torch.where(whole, logprobs, 0.0),
@@ -163,4 +161,5 @@ def user_advantages(path: str) -> AdvantageFunction:
 
 
 def _advantages(function: UserFunction, rewards: Tensor, scored: Tensor) -> Tensor:
+    """Return the user's advantages [P, G], 0 where ``scored`` is False."""
     return function.call({"rewards": torch.where(scored, rewards, 0.0), "scored": scored})

@@ -50,12 +50,10 @@ class PolicyLoss(NamedTuple):
 
 
 def count_divisor(mask: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
-    """Count what the loss of a micro-batch is averaged over, [] int64. The sum of these numbers over all micro-batches
-    and ranks is the divisor of the loss, the argument of ``row_weights``.
-
-    With the aggregation "token", this is the number of tokens at which ``mask`` [B, S] bool is True; with "sequence",
-    the number of rows with at least one such token (other rows were filtered out or have no reward); with "constant",
-    the number of these rows times ``max_tokens``, the limit on the length of a completion in tokens.
+    """Count what the loss of a micro-batch is averaged over, [] int64: with the aggregation "token", the tokens at
+    which ``mask`` [B, S] bool is True; with "sequence", the rows with at least one such token; with "constant", these
+    rows times ``max_tokens``, the limit on a completion's tokens. The sum over all micro-batches and ranks is the
+    divisor of the loss.
     """
     if aggregation == "token":
         return mask.sum()
@@ -139,13 +137,9 @@ def sequence_policy_loss(
     """Compute the clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, arXiv
     2507.18071, eq. 5).
 
-    Arguments and errors are those of ``clipped_policy_loss``, with the paper's bounds as defaults, and ``whole``. Every
-    token of a row has the row's ratio, so the result's numbers of clipped ratios count tokens, and ``weights`` may
-    express any way of averaging.
-
-    Args:
-        whole: [B, S] bool, True on all tokens that the row's ratio is taken over; ``mask`` may select only some of them
-            for the loss. None: ``mask``.
+    Arguments and errors are those of ``clipped_policy_loss``, with the paper's bounds as defaults. Every token of a row
+    has the row's ratio, so numbers of clipped ratios count tokens. ``whole`` [B, S] bool (None: ``mask``) is True on
+    all tokens over which the row's ratio is taken; ``mask`` may select only some of them for the loss.
     """
     log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     whole = mask if whole is None else whole
@@ -167,12 +161,11 @@ def cispo_policy_loss(
     importance: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute the loss of CISPO (arXiv 2506.13585), REINFORCE with a clipped and constant ratio: the sum of -clip(r, 1
-    - clip_low, 1 + clip_high) A log pi over tokens, each multiplied by its row's weight from ``row_weights``. r is the
-    ratio of new to old probability, through which no gradient flows, and A the advantage.
+    - clip_low, 1 + clip_high) A log pi over tokens, each multiplied by its row's weight. No gradient flows through the
+    ratio r, and A is the advantage, so every token keeps its gradient, for both signs of A.
 
-    Every token keeps its gradient; the bounds only limit the factor r, for both signs of A. Arguments, result and
-    errors are those of ``clipped_policy_loss``, except that ``max_ratio`` raises ValueError. The paper sets no lower
-    bound and does not publish its upper bound; the default of this function allows a ratio of at most 5.
+    Arguments, result and errors are those of ``clipped_policy_loss``, except that ``max_ratio`` raises ValueError. The
+    paper sets no lower bound and does not publish its upper bound; by default, the ratio is at most 5.
     """
     log_ratio, gain = prepared(logprobs, old_logprobs, advantages, mask, weights, importance)
     low, high = _bounds(clip_low, clip_high)
@@ -184,7 +177,8 @@ def cispo_policy_loss(
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKind) -> Tensor:
-    """Estimate KL(policy || reference) at each token that was sampled from the policy.
+    """Estimate KL(policy || reference) at each token that was sampled from the policy, [B, S] nats, 0 where the mask is
+    False; ``.sum(1)`` is the estimate of a whole row.
 
     With p the policy's and q the reference's probability of the token:
 
@@ -198,9 +192,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
         logprobs: [B, S] nats under the policy; the gradient flows through it for every kind, so detach it for a reward.
         ref_logprobs: [B, S] nats under the reference.
         mask: [B, S] bool, True on the tokens to estimate at.
-
-    Returns:
-        [B, S] nats, 0 where the mask is False; ``.sum(1)`` is the estimate of a whole row.
+        kind: the estimator.
     """
     log_ratio = _log_ratio(logprobs, ref_logprobs.detach(), mask)  # log p/q
     estimators: dict[KLKind, Callable[[Tensor], Tensor]] = {
@@ -213,13 +205,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: KLKi
 
 def drift_weights(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, importance: Tensor | None = None) -> Tensor:
     """Compute importance weights [B, S], without gradient, that correct KL estimates at tokens which an older policy
-    sampled.
-
-    A KL estimator expects tokens that were sampled from the current policy. After the first update on a rollout, the
-    tokens are those of an older policy. Multiplied by new / old probability of its token, an estimate has the
-    expectation that it would have under the current policy (as in the KL term of arXiv 2512.02556, in which the
-    gradient also flows through this ratio). The result is this ratio, times ``importance`` [B, S], the weights that
-    correct the difference between trainer and sampler (None: 1).
+    sampled: new / old probability, times ``importance`` [B, S], the weights that correct the difference between trainer
+    and sampler (None: 1). So an estimate has the expectation that it would have under the current policy (as in the KL
+    term of arXiv 2512.02556, in which the gradient also flows through this ratio).
 
     Quantities that depend only on the preceding tokens, such as the exact entropy, need no weight: the expectation of
     the weight over the sampled token is 1, so it would only add noise.
@@ -267,10 +255,9 @@ def _clipped(
 def with_sums(
     loss: Tensor, ratio: Tensor, below: Tensor, above: Tensor, token_log_ratio: Tensor, mask: Tensor
 ) -> PolicyLoss:
-    """Return a ``PolicyLoss`` of the given ``loss`` [] and sums over tokens, for metrics, that are computed here.
-    ``ratio`` [B, S] is the ratio before clipping, ``below`` and ``above`` [B, S] bool are True for tokens whose ratio
-    was clipped at the lower and at the upper bound, and ``token_log_ratio`` [B, S] nats is the log-ratio of each token,
-    0 outside of ``mask``."""
+    """Return a ``PolicyLoss`` of the given ``loss`` [] and sums for metrics. ``ratio`` [B, S] is the ratio before
+    clipping, ``below`` and ``above`` [B, S] bool say where it was clipped, and ``token_log_ratio`` [B, S] nats is the
+    log-ratio of each token, 0 outside of ``mask``."""
     log_ratio = token_log_ratio.detach()
     k3 = torch.expm1(log_ratio) - log_ratio
     ratio_sum = torch.where(mask, ratio.detach(), 0.0).sum()
@@ -293,9 +280,9 @@ def _bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
 def prepared(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, importance: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments of a policy loss, and return two tensors [B, S]: the log-ratio of new to old probability in
-    nats; and the factor by which the loss multiplies the ratio, advantage x row weight x importance weight, detached.
-    Both are 0 outside of ``mask``. ValueError: a shape or dtype is wrong."""
+    """Check the arguments of a policy loss, and return two tensors [B, S], 0 outside of ``mask``: the log-ratio of new
+    to old probability in nats; and the detached factor by which the loss multiplies the ratio, advantage x row weight x
+    importance weight. ValueError: a shape or dtype is wrong."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:

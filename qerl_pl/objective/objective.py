@@ -1,5 +1,4 @@
-"""The settings of a run's loss (YAML section ``model.objective``), the published objectives, and the values of settings
-that are left out."""
+"""The settings of a run's loss (YAML section ``model.objective``), the published objectives, and default values."""
 
 import math
 from collections.abc import Mapping
@@ -34,8 +33,8 @@ PUBLISHED: dict[Preset, dict[str, Any]] = {
 }
 
 CLIP_BOUNDS = {"clipped": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (math.inf, 4.0)}
-"""Distances from 1 of the lower and the upper clip bound of the ratio of new to old probability, for each surrogate
-loss. Those of "clipped" are DAPO's, those of "sequence" GSPO's; those of "cispo" are this project's choice."""
+"""Distances from 1 of the lower and the upper clip bound of the ratio, for each surrogate loss. Those of "clipped" are
+DAPO's, those of "sequence" GSPO's; those of "cispo" are this project's choice."""
 
 
 @dataclass(frozen=True)

@@ -188,21 +188,19 @@ class ResolvedObjective:
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether the loss of a micro-batch depends on log-probabilities or entropies of all of the rollout's
-        completions. If so, the trainer computes them by forward passes before the first backward pass."""
+        """Whether the loss of a micro-batch depends on log-probabilities or entropies of the whole rollout, which
+        forward passes then compute before the first backward pass."""
         kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
         return self.top_entropy_share < 1 or kl_in_reward or self.correction_divisor == "kept"
 
     @property
     def every_row_counts(self) -> bool:
-        """Whether completions with advantage 0 have a gradient too, because the loss has a KL term, an entropy bonus or
-        a teacher's term."""
+        """Whether completions with advantage 0 have a gradient too, by a KL, entropy or teacher term of the loss."""
         bonus = self.entropy_coefficient != 0 or self.teacher is not None
         return bonus or (self.kl_coefficient > 0 and self.kl_in == "loss")
 
     def importance(self, log_ratio: Tensor, mask: Tensor) -> Correction:
-        """Compute the importance weights at the tokens of ``mask`` [B, S] bool from log(trainer / sampler) [B, S], in
-        nats."""
+        """Compute the importance weights at the tokens of ``mask`` from log(trainer / sampler) [B, S], in nats."""
         return importance_weights(
             log_ratio,
             mask,
@@ -214,12 +212,9 @@ class ResolvedObjective:
         )
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, PolicyLoss, Tensor]:
-        """Compute the loss of one micro-batch; the sum over the micro-batches of a mini-batch is the loss of its
-        optimizer step.
-
-        Returns:
-            The whole loss []; a ``PolicyLoss`` with the policy loss alone (without KL, entropy and teacher) and sums
-            for its metrics; and the sum [] over tokens of the estimated KL to the reference, in nats.
+        """Compute the loss of one micro-batch; the sum over a mini-batch is the loss of its optimizer step. Returns the
+        whole loss []; a ``PolicyLoss`` with the policy loss alone and sums for its metrics; and the sum [] over tokens
+        of the estimated KL to the reference, in nats.
         """
         logprobs, old_logprobs, importance = inputs.logprobs, inputs.old_logprobs, inputs.importance
         weights = row_weights(inputs.mask, self.aggregation, inputs.divisor)

@@ -59,16 +59,14 @@ class TeacherTerm:
 
     @property
     def mixture(self) -> float | None:
-        """Weight beta of the teacher in the generalised Jensen-Shannon divergence that the settings describe: 0 is the
-        forward KL, KL(teacher || policy), and 1 the reverse KL, KL(policy || teacher). None for "sampled", which
-        compares only the sampled tokens."""
+        """Weight beta of the teacher in the generalised Jensen-Shannon divergence: 0 is the forward KL, KL(teacher ||
+        policy), and 1 the reverse KL. None for "sampled", which compares only the sampled tokens."""
         between = 0.5 if self.beta is None else self.beta
         shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": between}
         return shares[self.divergence]
 
     def at(self, rollout: int) -> TeacherTerm | None:
-        """Return the term with the coefficient of RL iteration ``rollout``, counted from 0; None if the coefficient has
-        fallen to 0."""
+        """Return the term with the coefficient of RL iteration ``rollout``, from 0; None if it has fallen to 0."""
         if self.rollouts is None:
             return self
         left = 1 - rollout / self.rollouts

@@ -42,9 +42,9 @@ _SHARE_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make the attention of a transformers model accept packed rows, which are concatenated without padding. The caller
-    passes the rows' boundaries, [B + 1] int32 for B rows, to the model's forward as ``cu_seq_lens_q``. Without this
-    argument the model uses transformers' "sdpa" attention."""
+    """Make a transformers model accept packed rows, which are concatenated without padding. The caller passes the rows'
+    boundaries, [B + 1] int32 for B rows, to the model's forward as ``cu_seq_lens_q``; without them the model uses
+    transformers' "sdpa" attention."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(ATTENTION)
@@ -73,18 +73,15 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention within each of B packed rows, which have T tokens together. Returns [T, heads, D] for
-    heads of D dimensions.
+    """Compute causal attention within each of B packed rows of T tokens together. Returns [T, heads, D].
 
     Args:
         query: [T, heads, D].
-        key: [T, key heads, D]; the number of heads is a multiple of the number of key heads.
-        value: [T, key heads, D].
+        key, value: [T, key heads, D]; the number of heads is a multiple of the number of key heads.
         starts: [B + 1] int32, index of each row's first token, followed by T.
         longest: number of tokens of the longest row.
         scale: factor of the scores q k^T; None means D^-0.5.
-        window: width of the sliding window: the number of tokens that a token attends to, itself included; None means
-            itself and all earlier tokens of its row.
+        window: number of tokens that a token attends to, itself included; None means all earlier tokens of its row.
     """
     if _has_varlen(query.device, query.dtype, query.shape[-1]):
         seen = (-1 if window is None else window - 1, 0)
@@ -155,9 +152,8 @@ def shared_attention(
     """Compute causal attention of T packed tokens of a sequence that holds each prompt once for all its completions. A
     completion's tokens attend to its prompt and to the completion's earlier tokens. Returns [T, heads, D].
 
-    ``query`` is [T, heads, D], ``key`` and ``value`` are [T, key heads, D]; ``starts``, ``longest`` and ``shared`` are
-    fields of ``packing.Packed``, and ``scale`` is the factor of the scores (None: D^-0.5). FlashAttention 2 is used on
-    a GPU in 16 bits, ``shared_attention_reference`` otherwise.
+    Arguments are as in ``packed_attention`` and ``packing.Packed``. FlashAttention 2 is used on a GPU in 16 bits,
+    ``shared_attention_reference`` otherwise.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _SharedAttention.apply(query, key, value, starts, longest, shared, scale)
@@ -167,8 +163,7 @@ def shared_attention(
 def shared_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, shared: SharedPrompts, scale: float | None = None
 ) -> Tensor:
-    """Compute the result of ``shared_attention`` with a full score matrix [T, T] for T packed tokens. Tests compare
-    ``shared_attention`` with it."""
+    """Compute the result of ``shared_attention`` with a full score matrix [T, T]."""
     place = torch.arange(len(query))
     row = torch.zeros_like(place)  # for each token, the number of its prompt or completion
     asks, answers = torch.full_like(place, -1), torch.full_like(place, -2)  # prompt that a token attends to, or is in

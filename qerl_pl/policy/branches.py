@@ -1,5 +1,4 @@
-"""Sequential test of whether a rollout engine samples more completions than it returns, and selects those that it
-returns by a property such as their length."""
+"""Sequential test of whether a rollout engine samples more completions than it returns, and selects among them."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ class _Rest(NamedTuple):
 
 @dataclass(eq=False)
 class _Branch:
-    """Node in the tree of the prefixes of one prompt's completions: a token with which at least one completion
-    continues the prefix that leads to this node."""
+    """Node in the tree of the prefixes of one prompt's completions: a token that continues the prefix that leads to
+    it."""
 
     probability: float
     rest: _Rest | None
@@ -68,8 +67,7 @@ def branch_evidence(
     The completions of a group (of one prompt) are compared one after the other. For every prefix that a completion
     shares with earlier completions, let E be a set of tokens with which the earlier ones continue it. Token t is in E
     if the mean of the property over the earlier completions that continue with t is at most (or at least) its mean over
-    all earlier completions of the group. M is the probability of E according to the log-probabilities that the engine
-    reported.
+    all earlier completions of the group. M is the probability of E according to the reported log-probabilities.
 
     An engine that selects completions is assumed to multiply the odds of E by o (``ODDS``). The likelihood ratio of
     such an engine to one that does not select is o / (1 + (o - 1) M) if the completion's next token is in E, else 1 /
@@ -77,14 +75,9 @@ def branch_evidence(
     probabilities after equal prefixes, the product of these ratios is a martingale. Rounding errors make the reported
     probabilities differ, but in both directions, so their effects nearly cancel.
 
-    Args:
-        groups: tokens and log-probabilities in nats of each completion of P groups.
-        numbers: values of F properties of each completion of each group.
-
-    Returns:
-        Log-likelihood ratios of an engine that selects to one that does not, [len(SHARES) * F * 2 * len(ODDS)] fp64 in
-        nats: one for each share of groups in which the engine selects (``evidence.SHARES``), property, direction (low
-        or high) and o.
+    ``groups`` has the tokens and log-probabilities in nats of each completion of P groups, and ``numbers`` the values
+    of F properties of each. Returns log-likelihood ratios, [len(SHARES) * F * 2 * len(ODDS)] fp64 in nats: one for each
+    share of groups in which the engine selects (``evidence.SHARES``), property, direction (low or high) and o.
     """
     num_numbers = len(numbers[0][0]) if numbers else 0
     evidence = torch.zeros(num_numbers * 2 * len(ODDS), len(groups), dtype=torch.float64)
@@ -115,11 +108,9 @@ def _of_group(
 
 
 def _log_ratios(branch: _Branch, token: int, means: Sequence[float]) -> Iterator[float]:
-    """Yield, for each property, direction (low, high) and o of ``ODDS``, the log-likelihood ratio in nats, for a
-    completion that continues the prefix of the node ``branch`` with ``token``, of an engine that selects completions
-    with low (or high) values, and so multiplies the odds of the tokens with which these continue by o, to an engine
-    that does not select (``branch_evidence``). ``means`` are the means of the properties over the group's earlier
-    completions."""
+    """Yield the log-likelihood ratio in nats (``branch_evidence``) for a completion that continues the prefix of
+    ``branch`` with ``token``, for each property, direction (low, high) and o of ``ODDS``. ``means`` are the means of
+    the properties over the group's earlier completions."""
     taken = branch.following.get(token)
     for number, mean in enumerate(means):
         for sign in (1, -1):

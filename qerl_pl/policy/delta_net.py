@@ -41,11 +41,9 @@ class Groups:
     def __init__(self) -> None:
         self._starts: Tensor | None = None
         self.indices: list[Tensor] = []
-        """Indices, in the packed batch, of the tokens of each group, one row after another: [tokens of the group] int64
-        per group."""
+        """Indices, in the packed batch, of the tokens of each group, [tokens of the group] int64 per group."""
         self.inside: list[Tensor] = []
-        """Mask [B, S] bool for each group, whose B rows are padded to S tokens: True for tokens of the rows, False for
-        padding."""
+        """Mask [B, S] bool for each group, whose B rows are padded to S tokens: True for tokens of the rows."""
         self.inverse = torch.empty(0)
         """[T] int64, index of each packed token among the tokens of all groups."""
 
@@ -85,9 +83,8 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def use_packed_delta_nets(model: PreTrainedModel) -> None:
-    """Make the gated delta nets (layers with a recurrent state) of a transformers model accept packed rows, which are
-    concatenated without padding. The rows' boundaries, [B + 1] int32 for B rows, are passed to the model's forward as
-    ``cu_seq_lens_q``. Without this argument the layers compute what transformers computes."""
+    """Make the gated delta nets of a transformers model accept packed rows, whose boundaries, [B + 1] int32 for B rows,
+    are passed to the model's forward as ``cu_seq_lens_q``. Without these, they compute what transformers computes."""
     groups = Groups()
     for module in model.modules():
         known: Any = module
@@ -127,9 +124,8 @@ def _scan_groups(module: Any, mixed: Tensor, b: Tensor, a: Tensor, groups: Group
 
 
 def _scan(module: Any, mixed: Tensor, b: Tensor, a: Tensor, *, inside: Tensor) -> Tensor:
-    """Compute the convolution and the recurrence of a gated delta net for B rows of similar lengths, padded to S
-    tokens. Returns [T, value heads, D], where T is the number of tokens of all these rows without padding, and D the
-    dimension of a value head.
+    """Compute the convolution and the recurrence of a gated delta net for B rows of similar lengths, T tokens in all,
+    padded to S. Returns [T, value heads, D].
 
     Args:
         module: the gated delta net.

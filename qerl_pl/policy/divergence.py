@@ -52,18 +52,15 @@ def divergence(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Divergence:
     """Compute the generalised Jensen-Shannon divergence of the next-token distributions of a student and a teacher,
-    which share a tokenizer, and whether both have the same most likely token, [T] each. If their vocabularies are
-    padded to different lengths, both distributions are restricted to the tokens that both models have.
+    which share a tokenizer, at T tokens. If their vocabularies are padded to different lengths, both distributions are
+    restricted to the tokens that both models have.
 
     Args:
-        hidden: [T, H], the student's last hidden states of T tokens.
-        head: output head of the student.
-        teacher_hidden: [T, H'], the teacher's last hidden states of the same tokens.
-        teacher_head: output head of the teacher.
+        hidden, teacher_hidden: [T, H] and [T, H'], last hidden states of student and teacher.
+        head, teacher_head: their output heads.
         beta: weight of the teacher in the mixture with which both are compared; 0 is the forward KL, KL(teacher ||
             student), 1 the reverse KL.
-        chunk_bytes: bytes of the fp32 logits of one chunk of tokens; the function needs about five times as much
-            memory.
+        chunk_bytes: bytes of the fp32 logits of one chunk; about five times as much memory is needed.
 
     Raises:
         ValueError: beta is not in [0, 1], or the numbers of tokens differ.

@@ -50,8 +50,8 @@ def liger_elementwise() -> Elementwise:
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Return whether the setting ``model.fused_elementwise`` means that liger-kernel is used on a GPU. ValueError: the
-    setting is true and liger-kernel is not installed."""
+    """Return whether ``model.fused_elementwise`` means that liger-kernel is used on a GPU. ValueError: the setting is
+    true and liger-kernel is not installed."""
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
         raise ValueError(f"model.fused_elementwise is true and {not_installed(PACKAGE)}, or say auto")
@@ -95,8 +95,8 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Forward of an attention module of Llama, Mistral, Granite, Qwen2 or Qwen3 that computes what transformers
-    computes, but with a fused rotary embedding. With a KV cache, it calls the module's original forward ``plain``."""
+    """Compute attention as Llama, Mistral, Granite, Qwen2 and Qwen3 do in transformers, with a fused rotary embedding.
+    With a KV cache, the module's original forward ``plain`` is called."""
     if past_key_values is not None:
         return plain(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)

@@ -33,14 +33,12 @@ ALTERNATIVES = (
 )
 OUTSIDE = 0.05  # weight of q in an alternative with top_p or top_k, so that one token outside does not rule it out
 SHARES = (1.0, 1 / 4, 1 / 16)
-"""Shares of the completions, or of the groups of completions of one prompt, that an alternative hypothesis assumes to
-be sampled in another way. All other completions are assumed to be draws from the distribution p that the engine
-reports."""
+"""Shares of the completions, or of the groups, that an alternative hypothesis assumes to be sampled in another way; all
+others are assumed to be draws from the distribution p that the engine reports."""
 COPY_RATES = (0.9, 0.5, 0.1, 0.01)
 REDRAW_RATES = (0.9, 0.5)
 LEAST_LEFT = 1e-3
-"""Lower bound for the total probability of all completions that a group does not have yet; the likelihood ratio divides
-by it."""
+"""Lower bound for the total probability of the completions that a group does not have yet; a ratio divides by it."""
 SLOPES = (1.0, 0.5, -0.5, -1.0)
 STEEPNESS = 4
 """Parameter k of the alternative hypothesis that an engine returns the completions of a prompt in sorted order, for
@@ -57,19 +55,13 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     - q^b normalised, that is, q at another temperature, for each b of ``POWERS``;
     - q with top_p = m for each m of ``NUCLEI``, and with top_k = k for each k of ``TOPS``, each mixed with a share
       ``OUTSIDE`` of q itself;
-    - q with the odds of the end tokens multiplied by o, for each o of ``END_ODDS``. An engine that ends completions too
-      early or too late, or selects completions by their length, samples end tokens more or less often than the policy
-      does;
+    - q with the odds of the end tokens multiplied by o, for each o of ``END_ODDS``, as by an engine that ends
+      completions too early or too late, or selects them by their length;
     - q mixed with a share ``RANDOM`` of the uniform distribution over all tokens.
 
-    Args:
-        logits: [R, V] fp32 or fp64 for R tokens and a vocabulary of V, already divided by the sampling temperature.
-        targets: [R] int64 in [0, V), the sampled tokens.
-        ends: [E] int64, end tokens; may be empty.
-
-    Returns:
-        [R, 1 + K] in nats, in the dtype of the logits; column 0 is for q, the others are in the order of
-        ``ALTERNATIVES``.
+    ``logits`` are [R, V] fp32 or fp64, already divided by the sampling temperature, ``targets`` [R] int64 the sampled
+    tokens, and ``ends`` [E] int64 the end tokens, maybe none. Returns [R, 1 + K] in nats, in the dtype of the logits;
+    column 0 is for q.
     """
     log_q = logits.log_softmax(dim=1)
     q, log_q_target = log_q.exp(), log_q.gather(1, targets.unsqueeze(1))  # [R, V], [R, 1]
@@ -148,16 +140,14 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
     independent draws from the policy p.
 
     Each alternative hypothesis assumes a fault in a share of the prompts (``SHARES``). By the first kind of hypothesis,
-    a completion is with probability r (``COPY_RATES``) a copy of an earlier completion of its prompt, and otherwise a
-    draw from p; ``COPIED`` lists which one is copied (any of them, the previous one, ...). By the second kind, it is
-    drawn with probability r (``REDRAW_RATES``) from the completions that its group does not have yet, and otherwise
-    from p. For draws x from p, the mean of 1{x equals a given earlier completion} / p(x) is 1, and so is that of 1{x is
-    new} / p(all that is new), so the likelihood ratios are martingales. If p(x) is near 1, a repeated completion
-    changes the ratio of the first kind very little, because independent draws are then equal, too.
+    a completion is with probability r (``COPY_RATES``) a copy of an earlier completion of its prompt (``COPIED``), and
+    otherwise a draw from p. By the second kind, it is drawn with probability r (``REDRAW_RATES``) from the completions
+    that its group does not have yet, and otherwise from p. For draws x from p, the mean of 1{x equals a given earlier
+    completion} / p(x) is 1, and so is that of 1{x is new} / p(all that is new), so the likelihood ratios are
+    martingales. If p(x) is near 1, a repeated completion changes the ratio of the first kind very little, because
+    independent draws are then equal, too.
 
-    Returns:
-        Log-likelihood ratio of each hypothesis to independent draws, for each share, [len(SHARES) * (len(COPY_RATES) *
-        len(COPIED) + len(REDRAW_RATES))] fp64 in nats.
+    Returns log-likelihood ratios, [len(SHARES) * (len(COPY_RATES) * len(COPIED) + len(REDRAW_RATES))] fp64 in nats.
     """
     seen = [draw for draw in draws if not all(map(math.isnan, draw.equal))]
     if not seen:
@@ -176,13 +166,11 @@ def copy_evidence(draws: Iterable[Draw]) -> Tensor:
 
 
 def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, float]]) -> Iterator[Draw]:
-    """Yield a ``Draw``, the input of ``copy_evidence``, for each completion of a rollout. It says whether the
-    completion equals completions of the same prompt in earlier rollouts or in its group, its log-probability, and the
-    total probability of the completions that its group does not have yet.
+    """Yield a ``Draw``, the input of ``copy_evidence``, for each completion of a rollout.
 
     Args:
-        seen: digest of the prompt and digest of the completion, for each completion of earlier rollouts.
-        rows: digest of the prompt, digest of the completion, and its log-probability in nats, for each completion of
+        seen: digests of prompt and completion, for each completion of earlier rollouts.
+        rows: digests of prompt and completion, and the completion's log-probability in nats, for each completion of
             this rollout, in the order in which the engine returned them.
     """
     prompts, both = Counter(prompt for prompt, _ in seen), Counter(seen)
@@ -201,8 +189,7 @@ def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, floa
 
 
 def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
-    """Test whether a property of completions, such as their length, depends on a completion's place in its group (the
-    completions of one prompt, in the order in which the engine returned them).
+    """Test whether a property of completions, such as their length, depends on a completion's place in its group.
 
     If completions are independent draws, all orders are equally likely. Among a value and those before it in its group,
     n in all, let m be smaller than the value and t equal to it (itself included), and let u = (m + U t) / n, with U
@@ -212,13 +199,8 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
     another adapter. The density k u^(k - 1), with k = ``STEEPNESS``, and its mirror image mean that the engine returns
     completions in sorted order, for example because it selected the shortest.
 
-    Args:
-        values: [F, P, G], F properties of the G completions of each of P prompts.
-        uniforms: [F, P, G], U, independent uniform draws from [0, 1).
-
-    Returns:
-        Log-likelihood ratio of each alternative density to the uniform one, for each share and property, [len(SHARES) *
-        (len(SLOPES) + 2) * F] fp64 in nats.
+    ``values`` are [F, P, G], F properties of the G completions of each of P prompts, and ``uniforms``, U, of the same
+    shape. Returns log-likelihood ratios, [len(SHARES) * (len(SLOPES) + 2) * F] fp64 in nats.
     """
     slopes = torch.tensor(SLOPES, dtype=torch.float64).reshape(-1, 1, 1)
     evidence = values.new_zeros(len(SLOPES) + 2, *values.shape[:2], dtype=torch.float64)
@@ -233,8 +215,7 @@ def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def log_false_alarm(evidence: Tensor) -> float:
-    """Return the natural logarithm of an upper bound on the probability of a false alarm: that independent draws from
-    the policy give log-likelihood ratios as large as ``evidence``, [K] in nats for K alternative hypotheses. The bound
-    is Ville's inequality for the mean of the K likelihood ratios. If ``accumulated`` returned ``evidence``, the result
-    is a bound per rollout: the probability of a false alarm within n rollouts is at most n times as large."""
+    """Return the logarithm of an upper bound on the probability that a correct engine gives log-likelihood ratios as
+    large as ``evidence``, [K] in nats for K alternatives: Ville's inequality for the mean of the K ratios. For a result
+    of ``accumulated`` it is a bound per rollout: within n rollouts, the probability is at most n times as large."""
     return min(0.0, math.log(len(evidence)) - evidence.logsumexp(dim=0).item())

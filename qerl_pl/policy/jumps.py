@@ -1,5 +1,4 @@
-"""Detect sudden changes: functions that compare statistics of a rollout with those of earlier rollouts, and the
-trainer's log-probabilities with the sampler's."""
+"""Detect sudden changes between rollouts, and differences between the trainer's log-probabilities and the sampler's."""
 
 import math
 from collections.abc import Sequence
@@ -21,10 +20,10 @@ class Jump(NamedTuple):
     """Comparison of a value with earlier values."""
 
     ratio: float
-    """Current value divided by the median of the earlier values; 1 if there are too few earlier values."""
+    """Current value divided by the median of the earlier values."""
     sigmas: float
-    """Difference between the current value's logarithm and the median of the earlier values' logarithms, in robust
-    standard deviations (from the median absolute deviation); 0 if there are too few earlier values."""
+    """Difference between the logarithms of the two, in robust standard deviations (from the median absolute
+    deviation)."""
 
 
 def jump(value: float, history: Sequence[float], *, floor: float) -> Jump:
@@ -56,10 +55,10 @@ def change(now: Sequence[float], before: Sequence[float]) -> float:
 
 def apart(now: Sequence[float], ranges: Sequence[Sequence[float]]) -> float:
     """Return the probability that chance alone puts all values of a rollout, ``now``, above or below all those of the
-    rollouts before it. ``ranges`` has the lowest value, the highest value and the number of values of each earlier
-    rollout, oldest first. Only as many of the latest rollouts count as ``now`` is apart from; 1 if it is not apart from
-    the last one. If N earlier values and n values now are drawn from one distribution, every choice of n of them is as
-    likely to be those of now, so the probability is 2 / binomial(N + n, n), whatever the distribution is."""
+    rollouts before it. ``ranges`` has the lowest value, the highest value and the number of values of each, oldest
+    first. Only as many of the latest rollouts count as ``now`` is apart from; 1 if there is none. If N earlier values
+    and n values now are drawn from one distribution, every choice of n of them is as likely to be those of now, so the
+    probability is 2 / binomial(N + n, n)."""
     probability, lowest, highest, number = 1.0, math.inf, -math.inf, 0
     for low, high, count in reversed(ranges):
         lowest, highest, number = min(lowest, low), max(highest, high), number + int(count)
@@ -83,14 +82,13 @@ def far_share(log_ratio: Tensor) -> float:
 
 def logit_gap(trainer: Tensor, sampler: Tensor) -> Tensor:
     """Estimate, for each of N tokens, how much the logits of trainer and sampler differ, from their log-probabilities
-    of the token, [N] each in nats. Returns absolute differences [N]; larger ones than 1 are set to 1, so that a few
-    tokens do not dominate a mean.
+    of the token, [N] each in nats. Returns absolute differences [N]; those above 1 are set to 1, so that a few tokens
+    do not dominate a mean.
 
     If the logits z_v of two implementations differ by e_v, then the log-probability of token y differs by about sum_v
-    p_v (e_y - e_v), which is 1 - p_y times a mean of differences of the errors. The difference of log-probabilities is
-    therefore divided by 1 - p_y. The result then depends on the errors of the logits only, and not on how certain the
-    policy is. Errors of the log-probabilities themselves, such as their rounding, are not proportional to 1 - p_y, so
-    the division makes them large, and visible, where p_y is near 1.
+    p_v (e_y - e_v), which is 1 - p_y times a mean of differences of the errors. Divided by 1 - p_y, it depends on the
+    errors of the logits only, and not on how certain the policy is. Errors of the log-probabilities themselves, such as
+    their rounding, become large, and visible, where p_y is near 1.
     """
     others = torch.maximum(-trainer.expm1(), -sampler.expm1()).clamp(min=LEAST_OTHERS)
     return ((trainer - sampler).abs() / others).clamp(max=1.0)

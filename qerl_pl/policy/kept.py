@@ -43,9 +43,8 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the result of ``compute``, without calling it again when backward recomputes the block. In the forward
-        pass, this calls ``compute``, stores the result, and lets autograd keep all tensors that the backward of
-        ``compute`` needs. When torch.utils.checkpoint runs the block again, it returns the stored result."""
+        """Return the result of ``compute``, and store it, with all that its backward needs. When torch.utils.checkpoint
+        runs the block again in backward, the stored result is returned instead."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):
@@ -55,9 +54,8 @@ class Kept:
 
     def unread(self, compute: Callable[[], T], instead: T) -> T:
         """Return the result of ``compute`` in the forward pass, and ``instead`` when torch.utils.checkpoint runs the
-        block again in backward, without calling ``compute``. It is for values, such as rotated queries and keys, that
-        are read only by functions whose results ``whole`` stores, such as attention: ``whole`` does not call these
-        functions in the second run, so nothing reads the value then."""
+        block again in backward. It is for values, such as rotated queries, that are read only by functions whose
+        results ``whole`` stores: nothing reads the value in the second run."""
         if self.recomputing:
             return instead
         with saved_tensors_hooks(_same, _same):
@@ -88,16 +86,14 @@ def kept_whole(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the pair of context managers that torch.utils.checkpoint expects from its argument ``context_fn``: one for
-    a block's run in forward, which stores results in a new ``Kept``, and one for its second run in backward, which
-    takes them from it."""
+    """Return the pair of context managers that torch.utils.checkpoint expects from its argument ``context_fn``, for a
+    block's run in forward, which stores results, and for its second run in backward, which takes them."""
     kept = Kept()
     return _Run(kept, recomputing=False), _Run(kept, recomputing=True)
 
 
 class _Run:
-    """Context of a decoder block's run in forward, or of its second run in backward, which torch may enter several
-    times."""
+    """Context of a decoder block's run in forward or in backward, which torch may enter several times."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

@@ -38,12 +38,11 @@ class Head(NamedTuple):
     temperature: float
     """Divisor of the logits: the sampling temperature times the number by which the model itself divides its logits."""
     logit_cap: float | None = None
-    """Soft cap of the model's logits; None: none."""
+    """Soft cap c of the model's logits: logits l become c tanh(l / c) before they are divided; None: none."""
 
 
 def head_of(model: Any, family: Family, temperature: float) -> Head:
-    """Return the output head of a transformers model, with the soft cap of its logits and the number by which they are
-    divided at the sampling temperature ``temperature``: this temperature times the model's own divisor of logits."""
+    """Return the output head of a transformers model at the sampling temperature ``temperature``."""
     divisor = 1.0 if family.logit_divisor is None else getattr(model.config, family.logit_divisor)
     cap = None if family.logit_cap is None else getattr(model.config, family.logit_cap)
     embeddings = model.get_output_embeddings()
@@ -62,26 +61,20 @@ def token_logprobs(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of given tokens, and the entropy of the distribution from which each token would be
-    sampled; both are differentiable with respect to ``hidden``.
+    sampled, in nats, [T] fp32 each (fp64 for fp64 inputs), differentiable with respect to ``hidden``.
 
     Matrix products take inputs of their own dtype and accumulate in fp32. The logits of bf16 and fp16 inputs are not
-    rounded (``fp32_logits``), because vLLM does not round them either. Everything else is computed in fp32 (fp64 for
-    fp64 inputs).
+    rounded (``fp32_logits``), because vLLM does not round them either.
 
     Args:
         hidden: [T, H] of any floating dtype, the hidden states from which the targets are predicted.
         weight: [V, H] of the same dtype, the output embedding, frozen.
         targets: [T] int64 in [0, V).
-        temperature: divides the logits, as in sampling.
-        logit_cap: the model's soft cap c: logits l become c tanh(l / c) before they are divided by the temperature;
-            None: no cap.
+        temperature, logit_cap: as in ``Head``.
         slope_in_forward: if ``hidden`` requires a gradient, compute the gradient of the log-probabilities in forward
             and not in backward; None means True on a GPU and False elsewhere.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half of ``chunk_bytes`` in addition;
             other devices need about twice ``chunk_bytes`` and an fp32 copy of a small part of ``weight``.
-
-    Returns:
-        Log-probabilities and entropies in nats, [T] fp32 each (fp64 for fp64 inputs).
 
     Raises:
         ValueError: a shape, dtype, target or temperature is not as described, or ``weight`` requires a gradient.
@@ -145,8 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def statistics_reference(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities of targets, entropies, and log-partition functions (logsumexp) of softmax(logits /
-    temperature), [R] each in nats, for logits [R, V]."""
+    """Compute log-probabilities of targets, entropies, and logsumexps of logits [R, V] / temperature, [R] in nats."""
     z = logits / temperature  # [R, V]
     log_partition = z.logsumexp(dim=1)
     log_p = z.sub_(log_partition.unsqueeze(1))
@@ -164,10 +156,9 @@ def logit_gradient_reference(
     d_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the gradient of the loss, [R, V] in ``dtype``, with respect to ``logits``, the logits before they are
-    divided by the temperature. ``d_logprobs`` and ``d_entropy`` [R] are the gradients of the loss with respect to the
-    log-probabilities of ``targets``, one token per row, and to the entropies (None: the loss does not depend on
-    entropies). ``entropy`` and ``log_partition`` [R] are results of ``statistics_reference``."""
+    """Compute the gradient of the loss, [R, V] in ``dtype``, with respect to ``logits``. ``d_logprobs`` and
+    ``d_entropy`` [R] are its gradients with respect to the log-probabilities of ``targets`` and to the entropies (None:
+    not needed); ``entropy`` and ``log_partition`` [R] are results of ``statistics_reference``."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)
@@ -187,21 +178,20 @@ def _row_functions(hidden: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor, 
 
 
 def uncapped(d_logits: Tensor, logits: Tensor, logit_cap: float | None) -> Tensor:
-    """Convert the gradient with respect to soft-capped logits into the gradient with respect to the logits before the
-    cap. ``d_logits`` [R, V] is the gradient and ``logits`` [R, V] the capped logits; both are overwritten, and
-    ``d_logits`` is returned. Without a cap, nothing changes."""
+    """Convert the gradient ``d_logits`` [R, V] with respect to soft-capped ``logits`` into that with respect to the
+    logits before the cap; both are overwritten, and ``d_logits`` is returned. Without a cap, nothing changes."""
     if logit_cap is not None:  # the derivative of c tanh(l / c) is 1 - tanh(l / c)^2
         d_logits.mul_(logits.div_(logit_cap).square_().neg_().add_(1))
     return d_logits
 
 
 def fp32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute logits [R, V] in fp32 (fp64 for fp64 inputs) from R hidden states [R, H], the output head [V, H] and an
-    optional bias [V], all of one dtype; not differentiable.
+    """Compute logits [R, V] in fp32 (fp64 for fp64 inputs) from hidden states [R, H], the output head [V, H] and a bias
+    [V], all of one dtype; not differentiable.
 
-    Rounding logits to bf16 would have a relative error of up to 2^-8, which would be a large part of the difference
-    between the trainer's and the engine's log-probabilities. CUDA multiplies bf16 matrices with an fp32 result. On
-    other devices, ``HEAD_ROWS`` rows of the head at a time are converted to fp32.
+    Rounding logits to bf16 would have a relative error of up to 2^-8, a large part of the difference between the
+    trainer's and the engine's log-probabilities. CUDA multiplies bf16 matrices with an fp32 result; elsewhere,
+    ``HEAD_ROWS`` rows of the head at a time are converted to fp32.
     """
     accumulator = _accumulator(hidden)
     if hidden.dtype == accumulator:
@@ -220,7 +210,7 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def per_token(hidden: Tensor) -> Tensor:
-    """Make an uninitialised tensor [T] for T hidden states [T, H], in the dtype in which their logits are computed."""
+    """Make an uninitialised tensor [T] for hidden states [T, H], in the dtype of their logits."""
     return hidden.new_empty(len(hidden), dtype=_accumulator(hidden))
 
 
@@ -229,9 +219,8 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def rows_of_chunk(hidden: Tensor, vocabulary: int, chunk_bytes: int) -> int:
-    """Return how many tokens are processed at a time, at least 1, such that their logits over a ``vocabulary`` of this
-    size take at most ``chunk_bytes``. More than 128 tokens are rounded down to a multiple of 128, the tile size of the
-    matrix product."""
+    """Return how many tokens are processed at a time, such that their logits take at most ``chunk_bytes``, but at least
+    1. More than 128 are rounded down to a multiple of 128, the tile size of the matrix product."""
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * vocabulary))
     return rows - rows % 128 if rows > 128 else rows
 

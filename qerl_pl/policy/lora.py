@@ -84,8 +84,7 @@ class LoraSettings:
             raise ValueError("model.lora.targets is empty; name at least one linear, e.g. q_proj")
 
     def filled_in(self) -> tuple[int, float, tuple[str, ...], bool]:
-        """Return rank, alpha, targets and rslora as values that are not None. The constructor has replaced those that
-        the user did not set by the values of the adapter ``start``, or by defaults."""
+        """Return rank, alpha, targets and rslora, which the constructor has filled in, as values that are not None."""
         assert self.rank is not None
         assert self.alpha is not None
         assert self.targets is not None
@@ -159,8 +158,8 @@ class LoraLinear(nn.Module, LoraLayer):
         self.lora_B.float()
 
     def adapted(self) -> Adapted | None:
-        """Return the layer's weight and adapter as an argument of ``lora_products``. Returns None if the adapter is
-        disabled or applies dropout, which ``lora_products`` does not support."""
+        """Return the layer's weight and adapter for ``lora_products``; None if the adapter is disabled or applies
+        dropout, which ``lora_products`` does not support."""
         (name,) = self.active_adapters
         if self.disable_adapters or not isinstance(self.lora_dropout[name], nn.Identity):
             return None
@@ -175,7 +174,7 @@ class LoraLinear(nn.Module, LoraLayer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the frozen linear plus its adapter for x [..., K]; returns [..., N] in the dtype of x."""
+        """Compute the frozen linear plus its adapter for x [..., K]; returns [..., N] in x's dtype."""
         if self.disable_adapters:
             return self.base_layer(x)
         if adapted := self.adapted():
@@ -187,17 +186,16 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 def apply_linears(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """Apply several linear layers with K inputs to the same x [..., K], and return one output for each. If all layers
-    have adapters, they become one node of the autograd graph; otherwise they are called one after another."""
+    """Apply several linear layers with K inputs to the same x [..., K]. If all have adapters, they become one node of
+    the autograd graph."""
     adapted = [linear.adapted() if isinstance(linear, LoraLinear) else None for linear in linears]
     whole = [linear_adapted for linear_adapted in adapted if linear_adapted is not None]
     return lora_products(x, whole) if len(whole) == len(linears) else tuple(linear(x) for linear in linears)
 
 
 def peft_config(settings: LoraSettings, *, base: str, norms: Sequence[str]) -> LoraConfig:
-    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as its layer for linear layers. ``base`` is the
-    base model's name, which PEFT writes to adapter_config.json. ``norms`` are the names of a decoder block's norms that
-    are trained if ``train_norms`` is set."""
+    """Build PEFT's configuration of the adapter, with ``LoraLinear`` as its layer. PEFT writes the name ``base`` to
+    adapter_config.json. ``norms`` are the names of a block's norms that are trained if ``train_norms`` is set."""
     rank, alpha, targets, rslora = settings.filled_in()
     experts = settings.expert_rank or 0
     config = LoraConfig(

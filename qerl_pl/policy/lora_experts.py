@@ -1,8 +1,5 @@
 """LoRA adapters on the frozen experts of mixture-of-experts (MoE) layers, with the names and shapes that PEFT uses for
-``target_parameters``.
-
-Letters: E experts of a layer, k experts per token, r rank; N outputs and K inputs of one of an expert's linear layers
-(gate_proj, up_proj or down_proj).
+``target_parameters``. Letters: E experts of a layer, r rank; N outputs and K inputs of one linear layer of an expert.
 """
 
 from __future__ import annotations
@@ -22,44 +19,40 @@ from qerl_pl.quant.grouped import Factors, Routes
 PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Names, in transformers, of the stacked weights that an adapter on experts adapts."""
 MULTIPLE = 8
-"""Number to a multiple of which ranks are padded with zeros, because grouped matrix products on a GPU need rows whose
-bytes are a multiple of 16."""
+"""Number to a multiple of which ranks are padded, because grouped matrix products on a GPU need rows whose bytes are a
+multiple of 16."""
 
 
 def expert_rank(rank: int, setting: int | None, targets: Collection[str], chosen: int) -> int:
-    """Return the rank of the adapters on experts, for LoRA of the given ``rank`` and ``targets`` on a base model with
-    ``chosen`` experts per token. It is 0 (no adapters on experts) if ``chosen`` is 0, which means a dense base, or if
-    ``targets`` lacks gate_proj, up_proj or down_proj. Otherwise it is the user's ``setting``, or, if that is None, rank
-    / chosen, at least 1."""
+    """Return the rank of the adapters on experts, for LoRA of the given ``rank`` and ``targets`` on a base with
+    ``chosen`` experts per token: 0 for a dense base (``chosen`` 0), or if ``targets`` lacks gate_proj, up_proj or
+    down_proj; otherwise the user's ``setting`` or, if that is None, rank / chosen, at least 1."""
     if not chosen or not set(MLP) <= set(targets):
         return 0
     return max(1, rank // chosen) if setting is None else setting
 
 
 def adapted(names: Iterable[str]) -> list[str]:
-    """List, sorted, the names of the linear layers that an adapter adapts, from PEFT's names of its tensors. An adapter
-    on experts counts as one on gate_proj, up_proj and down_proj."""
+    """List, sorted, the linear layers that an adapter adapts, from PEFT's names of its tensors. An adapter on experts
+    counts as one on gate_proj, up_proj and down_proj."""
     linears = {name.split(".")[-3] for name in names if name.endswith(".lora_A.weight")}
     return sorted(linears - {"experts", "base_layer"} | (set(MLP) if "experts" in linears else set()))
 
 
 def of_experts(name: str) -> bool:
-    """Return whether an adapter's tensor belongs to experts of an MoE layer, by the name that PEFT gives it."""
+    """Return whether an adapter's tensor, by PEFT's name, belongs to experts of an MoE layer."""
     return name.split(".")[-3] in ("experts", "base_layer")
 
 
 def stacked(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """View the LoRA matrices of E experts (``number`` is E) as one matrix per expert: A [E, r, K] and B [E, N, r]. The
-    arguments have PEFT's shapes, A [E r, K] and B [N, r E]. PEFT orders the rows of A by expert, then by rank index,
-    and the columns of B by rank index, then by expert."""
+    """View the LoRA matrices of E experts (``number``) in PEFT's shapes, A [E r, K] and B [N, r E], as A [E, r, K] and
+    B [E, N, r]. PEFT orders the rows of A by expert, then by rank index, and the columns of B the other way around."""
     return a.view(number, -1, a.shape[1]), b.view(len(b), -1, number).permute(2, 0, 1)
 
 
 def expert_update(adapter: Mapping[str, Tensor], experts: str, part: str, number: int) -> Tensor | None:
-    """Compute B A, [E, N, K], without the factor alpha / r, for one linear layer of all E experts of an MoE layer, so
-    that the caller can merge the adapter into the base. ``adapter`` maps PEFT's names to tensors, ``experts`` is PEFT's
-    name of the experts' module, ``part`` names the linear layer, such as up_proj, and ``number`` is E. Returns None if
-    the adapter has no tensors of this linear layer."""
+    """Compute B A, [E, N, K], without the factor alpha / r, for the linear layer ``part``, such as up_proj, of all E
+    (``number``) experts of the module that PEFT names ``experts``; None if the ``adapter`` does not adapt it."""
     name = f"{experts}.lora_" if part == "down_proj" else f"{experts}.base_layer.lora_"
     if f"{name}A.weight" not in adapter:
         return None
@@ -75,9 +68,8 @@ class LoraExperts(nn.Module, LoraLayer):
     def __init__(
         self, base_layer: nn.Module, config: LoraConfig, adapter: str, *, sizes: tuple[int, int, int, int], scale: float
     ) -> None:
-        """Add a LoRA adapter per expert to one of the experts' linear layers, such as the down projection, in one
-        decoder block. ``sizes`` are the numbers of experts, the rank, and the numbers of outputs and inputs. The
-        adapters' outputs B A x are multiplied by ``scale``."""
+        """Add a LoRA adapter per expert. ``sizes`` are the numbers of experts, the rank, and the numbers of outputs and
+        inputs; B A x is multiplied by ``scale``."""
         super().__init__()
         LoraLayer.__init__(self, base_layer)
         self.number, rank, self.out_features, self.in_features = sizes
@@ -108,9 +100,8 @@ class LoraExperts(nn.Module, LoraLayer):
 
 
 def with_experts(config: LoraConfig, rank: int, scaling: float) -> LoraConfig:
-    """Add adapters on experts, of the given rank (0: none), to ``config``, PEFT's configuration, which is changed and
-    returned. ``scaling`` is the factor by which their B A is multiplied; adapters on other linear layers have the same
-    factor."""
+    """Add adapters on experts, of the given rank (0: none), to PEFT's configuration, which is changed and returned.
+    ``scaling`` is the factor of B A, as for other linear layers."""
     if rank:
         alpha: Any = scaling * (rank**0.5 if config.use_rslora else rank)
         config.target_parameters = list(PARAMETERS)

@@ -26,8 +26,7 @@ Dense = Callable[[torch.dtype], Tensor]
 
 
 def scaled(b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Return s B, the scaled fp32 master weights B of LoRA, rounded once to ``dtype``, as trainer and engines use
-    it."""
+    """Return s B, the scaled fp32 master weights B of LoRA, rounded once to ``dtype``."""
     return torch.mul(b, scaling, out=b.new_empty(b.shape, dtype=dtype))
 
 
@@ -51,9 +50,8 @@ class Adapted(NamedTuple):
 
 
 def lora_product(x: Tensor, adapted: Adapted) -> Tensor:
-    """Compute y = x W^T + bias + (x A^T) (s B)^T for a frozen linear layer W with K inputs and N outputs and its LoRA
-    adapter A, B of scale s. Returns [..., N] in the dtype of x [..., K], in which the products are computed.
-    Differentiable with respect to x, A and B."""
+    """Compute ``lora_products`` for one linear layer: [..., N] in the dtype of x [..., K], in which the products are
+    computed, differentiable with respect to x, A and B."""
     (y,) = lora_products(x, [adapted])
     return y
 
@@ -94,8 +92,7 @@ def lora_products(x: Tensor, linears: Sequence[Adapted]) -> tuple[Tensor, ...]:
 
 
 class _Adapted(torch.autograd.Function):
-    """Autograd node of ``lora_products``. It saves what backward needs, and allocates the outputs, which are written
-    later."""
+    """Autograd node of ``lora_products``, which allocates the outputs, to be written later."""
 
     @staticmethod
     def forward(

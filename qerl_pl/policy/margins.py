@@ -22,42 +22,33 @@ WORD = 0xFFFFFFFF  # arithmetic is modulo 2^32, in int64
 
 
 def margins(logits: Tensor, noise: Tensor, targets: Tensor) -> Tensor:
-    """Compute how far each sampled token is from the token that the sampler must have taken. This distance, the margin,
-    is max(z + g) - (z + g)[target], for the trainer's logits z and the sampler's noise g.
+    """Compute how far each sampled token is from the token that the sampler must have taken, [R] fp32 in nats: max(z +
+    g) - (z + g)[target], for the trainer's logits z [R, V], divided by the sampling temperature, and the sampler's
+    noise g [R, V] (``keyed_noise``), fp32. ``targets`` [R] int64 are the sampled tokens.
 
-    A margin is at least 0. If the sampler took the token with the largest sum of its own logits and the noise, the
-    margin is at most the largest difference between two tokens' logit errors (sampler minus trainer). If a token was
-    sampled with another temperature, other noise or the logits of another position, its margin is usually some nats.
-
-    Args:
-        logits: [R, V] fp32, z, divided by the sampling temperature.
-        noise: [R, V] fp32, g, as ``keyed_noise`` returns it.
-        targets: [R] int64 in [0, V), the sampled tokens.
-
-    Returns:
-        [R] fp32 in nats.
+    A margin is at least 0. If the sampler took the token with the largest sum of its own logits and the noise, it is at
+    most the largest difference between two tokens' logit errors. If a token was sampled with another temperature, other
+    noise or the logits of another position, it is usually some nats.
     """
     sums = logits + noise
     return sums.amax(1) - sums.gather(1, targets[:, None])[:, 0]
 
 
 def chance_of_far(logprobs: Tensor) -> Tensor:
-    """Compute the probability that the margin of a token (its distance from the token that the sampler must have taken,
-    ``margins``) exceeds log 8 if the token was sampled with noise that is independent of the noise from which the
-    margin is computed. (8 is the constant ``FAR``.)
+    """Compute the probability that the margin of a token exceeds log 8 (``FAR``) if the token was sampled with noise
+    that is independent of the noise from which the margin is computed.
 
     The largest sum of logit and noise among the other tokens, minus this sum of the sampled token, has a logistic
     distribution around log((1 - p) / p), where p is the token's probability. So the result is (1 - p) / (1 - p + 8 p).
-    ``logprobs`` are log p in nats, of any shape, which is also the shape of the result.
+    ``logprobs`` are log p in nats, of any shape.
     """
     others = -logprobs.expm1()
     return others / (others + FAR * logprobs.exp())
 
 
 def is_audited(logprobs: Tensor) -> Tensor:
-    """Return whether each token has a probability of at most about 0.97, bool of the shape of ``logprobs`` (in nats).
-    Only these tokens count in the test of the sampler's noise (``draw_evidence``), because almost any noise would
-    select a likelier token."""
+    """Return whether each token has a probability of at most about 0.97, and so counts in ``draw_evidence``: almost any
+    noise would select a likelier one. ``logprobs`` are in nats, of any shape."""
     return chance_of_far(logprobs) > MAX_FAR_SHARE
 
 

@@ -36,14 +36,12 @@ the last update. If this update was small compared with all updates before it, a
 is a large fraction of the last update's effect (``docs/correctness.md``).
 """
 MOST_CERTAIN = 0.95
-"""Tokens of a larger probability than this are left out of the test of this module, because the scale of their rounding
-errors is too small to be estimated well."""
+"""Tokens of a larger probability are left out, because the scale of their rounding errors cannot be estimated well."""
 RESOLUTION = 1e-6
-"""Number in nats that is added to the scale of each token's rounding errors. Sums of fp32 logits have errors of this
+"""Number in nats that is added to the scale of each token's rounding errors: sums of fp32 logits have errors of this
 size, even at tokens of which the policy is certain."""
 STRONGEST = 32.0
-"""Largest strength. To measure how another policy would change log-probabilities, the current policy is moved towards
-it by a multiple of the distance between the two, the strength."""
+"""Largest strength, the multiple of the distance to another policy by which the current policy is moved."""
 LARGER = 16.0
 """Ratio that ``next_strength`` aims at: the difference of logits between the policy moved towards another policy and
 the one moved away from it, divided by that between engine and trainer. At this ratio, rounding errors hardly matter."""
@@ -82,8 +80,8 @@ def rounding_scale(trainer: Tensor, sampler: Tensor) -> Tensor:
 
 
 def token_evidence(error: Tensor, effect: Tensor, scale: Tensor) -> Tensor:
-    """Compute, for each token, the log-likelihood ratio of the hypothesis that it was sampled with another policy, such
-    as the one before the last update, to the hypothesis that it was sampled with the current one, [N] in nats.
+    """Compute, for each token, the log-likelihood ratio of the hypothesis that it was sampled with another policy to
+    the hypothesis that it was sampled with the current one, [N] in nats.
 
     Let r be the error, d the effect, f the density of the logistic distribution of the given scale, and m =
     ``TOLERATED`` d. The result is log(2 f(r - d) / (f(r - d) + f(r - m + d - m))), where the second density is the

@@ -25,23 +25,21 @@ from qerl_pl.model.layers import attention_windows
 from qerl_pl.quant.experts import UNSEEN, Replay
 
 WORTH = 1 / 16
-"""Smallest fraction of the tokens of a forward pass that must be saved by packing equal prompts once. If less would be
-saved, every row keeps its own prompt, because prompts that are packed once need a second attention call, which would
-take more time than is saved."""
+"""Smallest fraction of the tokens of a forward pass that must be saved by packing equal prompts once, because this
+needs a second attention call."""
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Boundaries, in a packed sequence, of prompts that several completions share, and of the completions of each
-    prompt."""
+    """Boundaries, in a packed sequence, of prompts that several completions share, and of their completions."""
 
     num_prompt_tokens: int
     """Number of tokens of all prompts together, which come first in the packed sequence."""
     keys: Tensor
     """[G + 1] int32, boundaries of the G prompts that have completions; these are the first prompts of the sequence."""
     queries: Tensor
-    """[G + 1] int32 for G prompts, boundaries between the completions of one prompt and those of the next, counted in
-    completion tokens: 0 is the first token after all prompts."""
+    """[G + 1] int32, boundaries between the completions of one prompt and those of the next, counted in completion
+    tokens: 0 is the first token after all prompts."""
     num_keys: int
     """Tokens of the G prompts."""
     longest_key: int
@@ -59,16 +57,14 @@ class Packed:
     positions: Tensor
     """[T] int64, position of each token in its row."""
     rows: Tensor
-    """[T] int64, index of the row of each token; for a token of a shared prompt, the index of the first row with this
-    prompt."""
+    """[T] int64, index of the row of each token; of the first row with this prompt, for a token of a shared prompt."""
     starts: Tensor
     """[B + 1] int32, index of each row's first token, followed by T."""
     longest: int
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
-    """Boundaries of prompts and completions if the sequence holds each prompt once. In this case, ``starts`` and
-    ``longest`` describe prompts and completions, without empty ones, instead of rows. None: every row has its own
-    prompt."""
+    """Boundaries of prompts and completions if the sequence holds each prompt once, so that ``starts`` and ``longest``
+    describe these, without empty ones, instead of rows; else None."""
 
 
 class Layout(NamedTuple):
@@ -88,14 +84,14 @@ def attends_to_everything(config: PretrainedConfig) -> bool:
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """Return whether a forward pass of the model may hold equal prompts of several rows only once. This requires a
-    model on a GPU in 16 bits, all of whose layers attend to all earlier tokens."""
+    """Return whether a forward pass may hold equal prompts of several rows only once: on a GPU in 16 bits, if all
+    layers attend to all earlier tokens."""
     return model.device.type == "cuda" and model.dtype != torch.float32 and attends_to_everything(model.config)
 
 
 def first_equal(tokens: Tensor, prompts: Tensor) -> Tensor:
-    """Return, for each of B rows, the index of the first row that has the same prompt: [B] int64. ``tokens`` is [B, S]
-    int64; ``prompts`` [B] int64 are the lengths of the rows' prompts, with which the rows begin."""
+    """Return, for each of B rows of ``tokens`` [B, S], the index of the first row that has the same prompt: [B] int64.
+    ``prompts`` [B] int64 are the lengths of the prompts, with which the rows begin."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
     in_prompt = column < prompts.unsqueeze(1)  # [B, S]
     mixed = (column + 1) * 0x5851F42D4C957F2D  # int64 products wrap around
@@ -115,16 +111,16 @@ def micro_batches_of_groups(
     the one with the most tokens first.
 
     Each group is split into units of as many of its rows as fit into one micro-batch, and ``micro_batches`` divides the
-    units as if each were a row. The forward pass (``share_prompts``) holds a prompt only once if this saves a fraction
-    ``least_saved`` of the micro-batch's tokens. A micro-batch in which it would save less, and which would exceed
-    ``max_tokens`` without sharing, is dissolved: its rows are divided again, and every row's prompt counts.
+    units as if each were a row. A micro-batch in which one copy of equal prompts would save less than a fraction
+    ``least_saved``, and which would exceed ``max_tokens`` without sharing, is dissolved: its rows are divided again,
+    and every row's prompt counts.
 
     Args:
         lengths: [B] int64, tokens of each row, the prompt included.
         prompts: [B] int64, tokens of each row's prompt, equal for all rows of a group.
         group: [B] int64, index of each row's group.
         max_tokens: limit on the tokens of a micro-batch, in which a group's prompt counts once.
-        least_saved: smallest fraction of a micro-batch's tokens that one copy of equal prompts must save to be used.
+        least_saved: smallest fraction of a micro-batch's tokens for which ``share_prompts`` packs prompts once.
     """
     lengths = lengths.cpu()
     units: dict[tuple[int, int], list[int]] = {}
@@ -157,8 +153,7 @@ def micro_batches_of_groups(
 
 
 def pack(tokens: Tensor, lengths: Tensor) -> Packed:
-    """Pack rows of [B, S] int64 tokens without padding: the first ``lengths[b]`` tokens of each row b. Rows of length 0
-    are left out."""
+    """Pack the first ``lengths[b]`` of the tokens [B, S] int64 of each row b. Rows of length 0 are left out."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     inside = columns < lengths.unsqueeze(1)  # [B, S]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -193,10 +188,8 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
-    """Pack rows such that each prompt occurs only once, followed by the completions of all rows that have it. Returns
-    the packed rows or, if this would save less than a fraction ``WORTH`` of all tokens, None; the caller then packs
-    each row with its own prompt. ``micro_batches_of_groups``, which divides rows into micro-batches, assumes the same
-    limit.
+    """Pack rows such that each prompt occurs only once, followed by the completions of all rows that have it; None if
+    this would save less than a fraction ``WORTH`` of all tokens (``micro_batches_of_groups`` assumes the same limit).
 
     Args:
         tokens: [B, S] int64.

@@ -45,9 +45,8 @@ class TokenStats(NamedTuple):
     entropy: Tensor
     """[B, S] fp32 in nats, entropy of the distribution of the token given the previous tokens."""
     others: Tensor | None = None
-    """[B, S, L] uint8. If the caller prescribed the experts of each token (``routes``): how many of them the router
-    would not have chosen, in each of L mixture-of-experts layers, or ``UNSEEN`` for tokens that were not computed. None
-    without ``routes``."""
+    """[B, S, L] uint8, None without ``routes``: how many of the prescribed experts the router would not have chosen, in
+    each of L mixture-of-experts layers, or ``UNSEEN`` for tokens that were not computed."""
     divergence: Tensor | None = None
     """[B, S] fp32 in nats, divergence from the teacher's distribution; None: no teacher was given."""
     agrees: Tensor | None = None
@@ -55,14 +54,13 @@ class TokenStats(NamedTuple):
 
 
 class TeacherStates(NamedTuple):
-    """Results of a teacher model at N tokens, from which the divergence of the policy from the teacher is computed."""
+    """Results of a teacher at N tokens, from which the divergence of the policy from it is computed."""
 
     hidden: Tensor
     """[N, H'], last hidden states from which the tokens are predicted, in row-major order of the masked tokens."""
     head: Head
     beta: float
-    """Weight of the teacher in the generalised Jensen-Shannon divergence (``policy.divergence``): 0 is the forward KL,
-    1 the reverse KL."""
+    """Weight of the teacher in the divergence (``policy.divergence``)."""
 
 
 class Policy(nn.Module):
@@ -79,8 +77,7 @@ class Policy(nn.Module):
         self.start: dict[str, Tensor] | None = None
         """Tensors of the adapter with which the run started, fp32 on the CPU; None if it started at the base."""
         self.replays_routes = False
-        """Whether rollout engines must return the experts that their routers chose, because training uses the same
-        experts."""
+        """Whether rollout engines must return the experts that their routers chose, because training uses them."""
         use_packed_attention(self.causal_lm)
         use_replay(self.causal_lm)
         use_packed_delta_nets(self.causal_lm)
@@ -162,7 +159,7 @@ class Policy(nn.Module):
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Make the model compute, inside the context, what it computed when the run began: with the adapter ``start``
-        from which the run started, or, if there is none, with the base alone."""
+        or, if there is none, with the base alone."""
         if self.start is None:
             with self.model.disable_adapter():
                 yield
@@ -196,9 +193,9 @@ class Policy(nn.Module):
                 module.training = training
 
     def norm_modules(self) -> dict[str, nn.Module]:
-        """Return the norms of all decoder blocks to which adaptive quantization noise (AQN) is added during rollouts
-        (``Family.noise_norms``). Keys are names of weights, such as ``model.layers.0.input_layernorm.weight``; values
-        are the base's modules or, if these norms are trained, PEFT's trainable copies."""
+        """Return the norms of all decoder blocks that get noise during rollouts (``Family.noise_norms``), by the names
+        of their weights, such as ``model.layers.0.input_layernorm.weight``: the base's modules or, if they are trained,
+        PEFT's copies."""
         modules = {}
         for index, block in enumerate(self.causal_lm.model.layers):
             for attribute in self.family.noise_norms:
@@ -213,9 +210,8 @@ class Policy(nn.Module):
         return {name: module.get_parameter("weight").detach() for name, module in self.norm_modules().items()}
 
     def embedding_weights(self) -> dict[str, Tensor]:
-        """Return by name the weights of the input embedding [V, H] and of the output head [V, H], which vLLM shares
-        with the trainer: the tensors share the model's memory. The head is left out if it is the same tensor as the
-        embedding."""
+        """Return by name the weights of the input embedding [V, H] and, unless it is the same tensor, of the output
+        head [V, H], which vLLM shares with the trainer."""
         names = "model.embed_tokens.weight", "lm_head.weight"
         return {name: weight.detach() for name, weight in self.causal_lm.named_parameters() if name in names}
 
@@ -256,19 +252,15 @@ class Policy(nn.Module):
         routes: Tensor | None = None,
     ) -> TokenStats:
         """Compute log-probabilities and entropies of the tokens that a mask selects, differentiable with respect to the
-        adapter.
-
-        Rows are packed, so padding and tokens after a row's last masked token are not processed, and the output head is
-        applied only to hidden states from which a masked token is predicted.
+        adapter. Padding and tokens after a row's last masked token are not processed.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
             mask: [B, S] bool, True for the N tokens to select. Column 0 must be False: no token precedes it.
             temperature: sampling temperature, by which logits are divided.
-            targets: [N] int64, one for each of the N masked tokens, in row-major order. The log-probabilities are then
-                those of the targets, at the indices of the masked tokens; the model's input does not change. None: the
-                masked tokens themselves.
-            teacher: results of a teacher at the masked tokens, to compute the divergence from it; None: no divergence.
+            targets: [N] int64, tokens whose log-probabilities are computed in place of those of the N masked tokens, in
+                row-major order; the model's input does not change.
+            teacher: results of a teacher at the masked tokens, to compute the divergence from it.
             routes: [B, S, L, k] integers, the k experts to use for each token in each of the model's L
                 mixture-of-experts layers, also when backward recomputes a block; None: the routers choose.
         """
@@ -298,10 +290,7 @@ class Policy(nn.Module):
         routes: Tensor | None = None,
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute, for each of the N masked tokens in row-major order, what the tests of rollouts need: its
-        log-probability under the policy and under other ways of sampling, such as another temperature; and by how much
-        the sum of its logit and the sampler's noise is below the largest such sum, whose token vLLM's sampler must have
-        taken.
+        """Compute, for each of the N masked tokens in row-major order, what the tests of rollouts need.
 
         ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``; ``end_tokens`` are the tokens
         that end a completion. ``seeds`` [B] int64 are the seeds of the requests with which vLLM sampled the rows on a
@@ -309,8 +298,8 @@ class Policy(nn.Module):
 
         Returns:
             Log-probabilities under the policy and under K other ways of sampling, [N, 1 + K] in nats
-            (``evidence.alternative_logprobs``); and the differences to the largest sum, [N] fp32 in nats
-            (``margins.margins``), 0 without seeds and for tokens that ``margins.is_audited`` excludes.
+            (``evidence.alternative_logprobs``); and margins, [N] fp32 in nats (``margins.margins``), 0 without seeds
+            and for tokens that ``margins.is_audited`` excludes.
         """
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         (row, column), hidden, _ = self._predicting(tokens, mask, routes)
@@ -363,12 +352,8 @@ def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 def load_policy(base: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", **settings: Any) -> Policy:
-    """Load a base model on a device, and add a new LoRA adapter. ``base`` is the checkpoint folder; its weights are
-    dense or in the 4-bit format that its config.json names.
-
-    The other arguments are those of ``make_policy``. Raises ValueError as ``make_policy`` does, and if the folder holds
-    no supported model.
-    """
+    """Load the base model in the checkpoint folder ``base``, dense or 4-bit, and add a new LoRA adapter. The other
+    arguments are those of ``make_policy``. Raises ValueError as it does, and if the folder holds no supported model."""
     return make_policy(load_base(base, dtype=dtype, device=device), base=base, dtype=dtype, **settings)
 
 

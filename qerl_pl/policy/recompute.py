@@ -39,9 +39,9 @@ class Recompute:
     that needs less memory compares as greater."""
 
     selective: bool = False
-    """Whether element-wise operations are recomputed in blocks that are not recomputed completely."""
+    """Whether element-wise operations are recomputed in the other blocks."""
     blocks: int = 0
-    """Number n of the model's first blocks that are recomputed completely, from their inputs."""
+    """Number n of the model's first blocks that are recomputed from their inputs."""
     offload: bool = False
     """Whether the inputs of completely recomputed blocks are kept in host memory."""
 
@@ -55,17 +55,16 @@ class Recompute:
 
 
 def ladder(num_layers: int) -> tuple[Recompute, ...]:
-    """List the levels of gradient checkpointing for a model of ``num_layers`` blocks; each level needs less memory than
-    the one before it. The memory plan chooses one of these levels if the user's setting is "auto"."""
+    """List the levels of gradient checkpointing from which the memory plan chooses if the user's setting is "auto", for
+    a model of ``num_layers`` blocks; each needs less memory than the one before."""
     numbers = sorted({ceil(num_layers * share / SHARES) for share in range(1, SHARES + 1)})
     some = [Recompute(selective=True, blocks=number) for number in numbers]
     return Recompute(), Recompute(selective=True), *some, Recompute(selective=True, blocks=num_layers, offload=True)
 
 
 def recompute_of(setting: Setting, num_layers: int) -> Recompute | None:
-    """Return the level of gradient checkpointing that a value of ``model.gradient_checkpointing`` means for a model of
-    ``num_layers`` blocks; None for "auto", with which the memory plan chooses the level. ValueError: the value is
-    unknown, or a number of blocks that the model does not have."""
+    """Return the level that a value of ``model.gradient_checkpointing`` means for a model of ``num_layers`` blocks;
+    None for "auto". ValueError: the value is unknown, or a number of blocks that the model does not have."""
     wanted = {True: "blocks", False: "none"}.get(setting, setting) if isinstance(setting, bool) else setting
     if wanted == "auto":
         return None

@@ -1,10 +1,8 @@
 """Run a model with added rounding errors, to estimate how much the results of another correct implementation would
-differ.
+differ: by random relative errors of the size of a rounding error (Monte Carlo arithmetic, Parker 1997).
 
-Two implementations of one model add and round in different orders, so their results differ. How much depends on the
-model: a few huge activations magnify rounding errors, which average out in a model with random weights. The difference
-can be estimated with one implementation, by adding random relative errors of the size of a rounding error to
-intermediate results (Monte Carlo arithmetic, Parker 1997).
+How much two implementations differ, which add and round in different orders, depends on the model: a few huge
+activations magnify rounding errors, which average out in a model with random weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 SHAKES = 8
-"""Number of copies of a sequence, each computed with other random rounding errors, from which the size of the
-differences is estimated."""
+"""Number of copies of a sequence, each computed with other random rounding errors."""
 
 
 @contextmanager

@@ -18,8 +18,8 @@ Place = Literal["gpu", "host"]
 
 
 class Teacher:
-    """Frozen causal language model that computes log-probabilities in packed forward passes (several sequences without
-    padding).
+    """Frozen causal language model that computes log-probabilities in packed forward passes. Raises ValueError if
+    ``folder`` holds no supported model.
 
     Args:
         folder: checkpoint folder, with dense or 4-bit weights.
@@ -27,9 +27,6 @@ class Teacher:
         device: device of the passes.
         keep: "gpu": the weights stay on the device; "host": they are on the device only inside the context ``ready``,
             and in host memory otherwise.
-
-    Raises:
-        ValueError: the folder holds no supported model.
     """
 
     def __init__(self, folder: str, *, dtype: torch.dtype, device: torch.device | str, keep: Place = "gpu") -> None:
@@ -52,16 +49,14 @@ class Teacher:
             self.model.to(device=torch.device("cpu"))
 
     def head(self, temperature: float) -> Head:
-        """Return the output head, with its weight on ``device``, the soft cap of its logits, and the number by which
-        they are divided at the sampling temperature ``temperature``: this temperature times the model's own divisor of
-        logits."""
+        """Return the output head at the sampling temperature, with its weight on ``device``."""
         head = head_of(self.model, self.family, temperature)
         return head._replace(weight=head.weight.to(self.device))
 
     @torch.no_grad()
     def score(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Compute the log-probabilities of the tokens that a mask selects, and the hidden states from which they are
-        predicted. The caller has to be inside the context ``ready``, which moves the weights to the device.
+        predicted, inside the context ``ready``. Raises ValueError if a token has no embedding in this model.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
@@ -71,9 +66,6 @@ class Teacher:
         Returns:
             Log-probabilities, [B, S] fp32 in nats, 0 where the mask is False; and hidden states, [N, H] in row-major
             order of the N masked tokens.
-
-        Raises:
-            ValueError: a token has no embedding in this model.
         """
         wanted, hidden, _ = predicting(self.model, tokens, mask)
         head = head_of(self.model, self.family, temperature)

@@ -1,5 +1,5 @@
-"""Compute metrics of the policy updates on one rollout, over the rows of all ranks, as scalars by name. A metric for
-which no rank has a token or row is left out."""
+"""Compute metrics of the policy updates on one rollout, over the rows of all ranks, as scalars by name; those for which
+no rank has a token or row are left out."""
 
 from collections.abc import Mapping
 
@@ -22,15 +22,14 @@ PER_TOKEN = {
     "teacher/agreement": "agrees",
 }
 OF_ALL_TOKENS = {"reference": ("policy/kl_ref",), "teacher": ("teacher/divergence", "teacher/agreement")}
-"""Metrics that are averaged over all tokens in the loss; the keys are the other model that they compare the policy
-with. The other metrics in ``PER_TOKEN`` are averaged over the tokens that have a policy loss."""
+"""Metrics that are averaged over all tokens in the loss, by the other model that they compare the policy with. The
+others in ``PER_TOKEN`` are averaged over the tokens that have a policy loss."""
 
 
 def update_metrics(
     totals: Mapping[str, Tensor], batch: Batch, *, num_tokens: Tensor, num_kept: Tensor
 ) -> dict[str, Tensor]:
-    """Convert sums over all optimizer steps on a rollout to means per token or per optimizer step, and return them by
-    name, [] each.
+    """Convert sums over all optimizer steps on a rollout to means per token or per optimizer step, [] each.
 
     Args:
         totals: sums on this rank, by name; those of the loss are missing if this rank had no row in the loss.
@@ -56,8 +55,8 @@ def update_metrics(
 
 
 def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, Tensor]:
-    """Return by name metrics [] of the importance weights, which correct the difference between trainer and sampler.
-    The dict is empty if the objective has neither importance weights nor rejection, or if no rank has a weight."""
+    """Return metrics [] of the importance weights; empty if the objective has neither these nor rejection, or if no
+    rank has a weight."""
     if not objective.corrects:
         return {}
     experience = batch.experience
@@ -76,22 +75,20 @@ def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, 
 
 
 def gap() -> Pooled:
-    """Create a metric object that gathers log(p_trainer / p_sampler), in nats, at the sampled tokens of all ranks, and
-    computes the statistics of ``objective.correction.mismatch``."""
+    """Create a metric that computes ``objective.correction.mismatch`` over the sampled tokens of all ranks."""
     return Pooled(lambda log_ratio: mismatch(log_ratio)._asdict())
 
 
 def gap_metrics(batch: Batch) -> dict[str, Tensor]:
-    """Return by name statistics [] of log(p_trainer / p_sampler), in nats, over the sampled tokens of all ranks.
-    p_trainer is the trainer's probability of a token before the first update on the rollout."""
+    """Return statistics [] of log(p_trainer / p_sampler), in nats, over the sampled tokens of all ranks, for the
+    trainer before its first update on the rollout."""
     log_ratio = (batch.old - batch.experience.sampler_logprobs)[batch.experience.sampled]
     return {f"gap/{name}": value for name, value in over_ranks(gap(), log_ratio).items()}
 
 
 def teacher_metrics(batch: Batch) -> dict[str, Tensor]:
-    """Return a dict with one key, "teacher/kl": the mean over the tokens in the loss of log(policy / teacher) before
-    the first update on the rollout, which estimates KL(policy || teacher) in nats per token. The dict is empty if there
-    is no teacher or no token."""
+    """Return "teacher/kl", the mean over the tokens in the loss of log(policy / teacher) before the first update on the
+    rollout, which estimates KL(policy || teacher) in nats per token; empty without a teacher or tokens."""
     if batch.teacher is None:
         return {}
     mask = batch.experience.mask

@@ -17,11 +17,9 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
-    """Build the optimizer by calling ``build``, with the parameters split into groups by ``parameter_groups``.
-
-    Raises:
-        ValueError: the optimizer refuses its settings, such as a negative learning rate; or a trial step on a small
-            matrix fails, is not finite, or goes along the gradient instead of against it.
+    """Build the optimizer by calling ``build``, with the parameters split into groups by ``parameter_groups``. Raises
+    ValueError if it refuses its settings, such as a negative learning rate, or if a trial step on a small matrix fails,
+    is not finite, or goes along the gradient instead of against it.
     """
     groups = parameter_groups(parameters)
     try:
@@ -44,7 +42,7 @@ def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameter
 
 def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torch.device) -> float:
     """Return by how much an optimizer with the run's settings changes a weight of 0 in its first step with a gradient
-    of 1; NaN if the change is infinite. A change below 0 is right, as it goes against the gradient."""
+    of 1; NaN if the change is infinite."""
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     weight.grad = torch.ones_like(weight)
     build([{"params": [weight]}]).step()
@@ -53,9 +51,8 @@ def _trial_step(build: Callable[[list[dict[str, Any]]], Optimizer], device: torc
 
 
 def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Split the parameters that require a gradient into two parameter groups of an optimizer: matrices, and vectors
-    (norm weights). Vectors get no weight decay, because it would pull them towards 0, while the neutral value of a norm
-    weight is near 1."""
+    """Split the parameters that require a gradient into matrices and vectors (norm weights). Vectors get no weight
+    decay, because it would pull them towards 0, while the neutral value of a norm weight is near 1."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -64,9 +61,8 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if a checkpoint's optimizer state does not fit this run: its parameter groups have other numbers
-    of parameters than ``groups``, those of this run's optimizer. ``saved`` is the checkpoint's list of optimizer
-    states, which has one element or none."""
+    """Raise ValueError if a checkpoint's optimizer states (``saved``, one or none) have groups with other numbers of
+    parameters than ``groups``, those of this run's optimizer."""
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in groups]
@@ -79,10 +75,8 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
 
 
 def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the factor by which the learning rate is multiplied in optimizer step ``step``, counted from 0.
-
-    The factor rises linearly to 1 over ``warmup_steps``. Then "constant_with_warmup" stays at 1; "linear" and "cosine"
-    fall to 0 at ``total_steps``.
+    """Return the factor of the learning rate in optimizer step ``step``, from 0. It rises linearly to 1 over
+    ``warmup_steps``. Then "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at ``total_steps``.
     """
     # The warm-up begins at 1 / warmup_steps and not at 0, because a step at rate 0 would waste a rollout.
     if step < warmup_steps:
@@ -114,13 +108,13 @@ def restore_settings(
     settings: Sequence[dict[str, Any]],
     before: Sequence[dict[str, Any]] | None = None,
 ) -> None:
-    """Set an optimizer's settings (learning rate, betas, ...) to those of this run's configuration; log every value
-    that differs. It is called after a checkpoint was loaded, which replaced them by the checkpoint's.
+    """Set an optimizer's settings (learning rate, betas, ...) to those of this run's configuration, after a checkpoint
+    was loaded, which replaced them; log every value that differs.
 
     ``settings`` is what ``group_settings`` returned before the loading, and ``before`` what it returned at the start
     that wrote the checkpoint; None if that is unknown. Values that are equal in both stay as the checkpoint has them,
     because some optimizers, such as Prodigy, keep state in their parameter groups. The scheduler must already be at the
-    checkpoint's optimizer step, for which the learning rate is computed.
+    checkpoint's optimizer step.
     """
     changed = {}
     groups = optimizer.param_groups

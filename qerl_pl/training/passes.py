@@ -40,8 +40,7 @@ class UpdateSettings:
     num_mini_batches: int = 1
     """Optimizer steps per epoch, each on a different subset of the prompts, as in PPO."""
     places: Sequence[int] | None = None
-    """Index of each group of this rank (the completions of a prompt) in the batch of all ranks; None: rank r of W has
-    the groups r, r + W, r + 2W and so on."""
+    """Index of each group of this rank in the batch of all ranks; None: rank r of W has r, r + W, r + 2W and so on."""
 
 
 class Part(NamedTuple):
@@ -72,15 +71,13 @@ class TeacherScores(NamedTuple):
     """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
-        """Return the teacher's hidden states, as a ``TeacherStates``, at the tokens of a micro-batch at which
-        ``sampled`` [R, width] bool is True (R rows, the longest of ``width`` tokens); None if they were not stored, as
-        the loss needs only log-probabilities."""
+        """Return the teacher's hidden states at the tokens of a micro-batch at which ``sampled`` [R, width] bool is
+        True; None if they were not stored."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 
 class Batch:
-    """Experience of one rollout on the policy's device, with buffers for the log-probabilities and entropies that the
-    trainer computes for its tokens."""
+    """Experience of one rollout on the policy's device, with what the trainer computes for its tokens."""
 
     def __init__(self, policy: Policy, experience: Experience, settings: UpdateSettings) -> None:
         device = next(policy.parameters()).device
@@ -90,16 +87,13 @@ class Batch:
         self.budget = MicroBatchBudget(settings.micro_batch_tokens)
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
-        """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 where nothing was sampled or
-        nothing is computed yet."""
+        """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 where none is computed."""
         self.entropy = torch.zeros_like(self.old)
-        """[B, S] fp32 nats, the policy's entropies before the first update; 0 where nothing was sampled or nothing is
-        computed yet."""
+        """[B, S] fp32 nats, the policy's entropies before the first update; 0 where none is computed."""
         routes = self.experience.routes
         self.others = None if routes is None else torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
-        """[B, S, L] uint8, for each token and layer the number of experts that the sampler used and the trainer's
-        routers would not have chosen before the first update; ``UNSEEN`` in padding and where nothing is computed yet.
-        None if the trainer's routers choose the experts."""
+        """[B, S, L] uint8, number of experts that the sampler used for each token and layer and the trainer's routers
+        would not have chosen before the first update; ``UNSEEN`` where none is computed. None if the routers choose."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, log-probabilities under the reference policy; None if they are not needed."""
         self.teacher: TeacherScores | None = None
@@ -115,9 +109,8 @@ class Batch:
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
-        """Yield micro-batches of at most ``max_tokens`` tokens, into which the rows with the indices ``rows`` are
-        split. If the policy computes equal prompts of the rows of a micro-batch only once, the tokens of such a prompt
-        count once."""
+        """Yield micro-batches of the rows with the indices ``rows``, of at most ``max_tokens`` tokens each. Equal
+        prompts of a micro-batch count once if the policy computes them only once."""
         lengths = self.experience.lengths[rows]
         if self.policy.shares_prompts:
             prompts = self.experience.sampled[rows].int().argmax(dim=1)
@@ -130,9 +123,8 @@ class Batch:
             yield Part(chosen, int(self.experience.lengths[chosen].max()))
 
     def token_stats(self, part: Part, *, teacher: TeacherStates | None = None) -> TokenStats:
-        """Run the policy on a micro-batch, and return log-probabilities and other statistics of its tokens. In a
-        mixture-of-experts model, each token is computed by the experts that the sampler used for it, if the rollout's
-        data have them (``experience.routes``)."""
+        """Run the policy on a micro-batch. In a mixture-of-experts model, each token is computed by the experts that
+        the sampler used for it, if the rollout's data have them (``experience.routes``)."""
         routes = self.experience.routes
         return self.policy.token_stats(
             part.read(self.experience.tokens),
@@ -143,30 +135,25 @@ class Batch:
         )
 
     def record(self, part: Part, stats: TokenStats) -> None:
-        """Store log-probabilities, entropies and numbers of differing experts from a forward pass of a micro-batch. The
-        pass must precede the first update."""
+        """Store the results of a micro-batch's forward pass, which must precede the first update."""
         part.write(self.old, stats.logprobs.detach())
         part.write(self.entropy, stats.entropy.detach())
         if self.others is not None and stats.others is not None:
             part.write(self.others, stats.others)
 
     def score(self, rows: Tensor) -> None:
-        """Run the policy without gradient on the rows with the indices ``rows``. Store their log-probabilities in
-        ``self.old`` and their entropies in ``self.entropy``; if the rollout's data name the sampler's experts of each
-        token, also store in ``self.others`` how many of them the policy's routers would not have chosen."""
+        """Run the policy without gradient on the rows with the indices ``rows``, and ``record`` the results."""
         self._evaluate(rows, self.record)
 
     def score_reference(self) -> None:
-        """Compute the log-probabilities of all rows under the reference, the policy before training, and store them in
-        ``reference``."""
+        """Compute and store the log-probabilities of all rows under the reference, the policy before training."""
         self.reference = reference = torch.zeros_like(self.old)
         with self.policy.as_reference():
             self._evaluate(self.rows, lambda part, stats: part.write(reference, stats.logprobs))
 
     def score_teacher(self, teacher: Teacher, mixture: float | None) -> None:
-        """Run the teacher on all rows, and store its log-probabilities in ``self.teacher``. If the loss needs a
-        divergence over the whole vocabulary (``mixture``, a property of ``TeacherTerm``, is not None), also store the
-        teacher's hidden states."""
+        """Run the teacher on all rows, and store its log-probabilities and, if the loss needs a divergence over the
+        whole vocabulary (``TeacherTerm.mixture`` is not None), its hidden states."""
         sampled, temperature = self.experience.sampled, self.settings.temperature
         states = None
         if mixture is not None:

@@ -1,7 +1,5 @@
-"""Compare the experts that the sampler chose with those that the trainer's routers would have chosen, in
-mixture-of-experts models.
-
-Shapes: B rows, S token positions, L mixture-of-experts layers with E experts, k of which compute each token.
+"""Compare the experts that the sampler chose with those that the trainer's routers would have chosen. Shapes: B rows, S
+token positions, L mixture-of-experts layers with E experts, k of which compute each token.
 """
 
 from __future__ import annotations
@@ -15,19 +13,15 @@ from qerl_pl.quant.experts import UNSEEN
 from qerl_pl.training.passes import Batch
 
 MOST_OTHERS = 0.25
-"""Largest allowed share of the sampler's choices of experts in a layer that differ from those of the trainer's router.
-In correct runs, the share is some hundredths, because for some tokens one of the k experts differs. If the experts were
-those of another token or layer, the share would be near 1 - k / E."""
+"""Largest allowed share of the sampler's choices of experts in a layer that differ from the trainer's. It is some
+hundredths in correct runs, and would be near 1 - k / E if the experts were those of another token or layer."""
 
 
 def checked_routing(batch: Batch) -> dict[str, Tensor]:
     """Check that the experts with which the sampler computed the tokens of a rollout, and which training used again,
-    are mostly those that the trainer's routers choose. Returns metrics [] over the tokens and layers of all ranks, by
-    name; an empty dict if training did not use the sampler's experts.
-
-    Raises:
-        CheckFailed: in some layer, more than a share ``MOST_OTHERS`` of the sampler's experts are not those of the
-            trainer's router.
+    are mostly those that the trainer's routers choose. Returns metrics [] over the tokens and layers of all ranks;
+    empty if training did not use the sampler's experts. Raises CheckFailed if, in some layer, more than a share
+    ``MOST_OTHERS`` of the experts differ.
     """
     routes, others_of = batch.experience.routes, batch.others
     if routes is None or others_of is None:
@@ -54,8 +48,8 @@ def checked_routing(batch: Batch) -> dict[str, Tensor]:
 
 
 def _loads(routes: Tensor, lengths: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens that each expert of each layer computed, [L, E] fp64. The last token of each row is not counted,
-    because sampling ends with it, and no forward pass of the sampler has it as input."""
+    """Count the tokens that each expert of each layer computed, [L, E] fp64, without the last token of each row, which
+    no forward pass of the sampler has as input."""
     computed = torch.arange(routes.shape[1], device=routes.device) < lengths.unsqueeze(1) - 1
     layers = (layer[computed].flatten().long() for layer in routes.unbind(dim=2))
     return torch.stack([ids.bincount(minlength=num_experts) for ids in layers]).double()

@@ -15,8 +15,7 @@ from qerl_pl.training.passes import Batch
 
 @dataclass(frozen=True)
 class BatchTerms:
-    """Masks and divisors of the loss for the B rows of this rank, which are divided into M mini-batches (one optimizer
-    step each). S is the number of tokens of the longest row.
+    """Masks and divisors of the loss for the B rows of this rank, in M mini-batches (one optimizer step each).
 
     An example of the masks of one row (P: token of the prompt, x: True, a dot: False):
 
@@ -26,10 +25,9 @@ class BatchTerms:
         kept                 P P P . x x . x .   tokens of experience.mask that have a policy loss
 
     ``counted`` equals ``experience.mask``, unless the setting ``correction_divisor`` is "kept"; then it has only the
-    tokens whose importance weight (trainer / sampler) is above 0. ``kept`` is not related to this setting's value: it
-    equals ``experience.mask``, unless ``top_entropy_share`` is below 1; then it has only the tokens of highest entropy.
-    The policy loss is summed over ``kept`` and divided by the number of tokens or rows in ``counted``. KL and entropy
-    terms are means over ``experience.mask``.
+    tokens whose importance weight is above 0. ``kept``, whatever this setting, equals ``experience.mask``, unless
+    ``top_entropy_share`` is below 1; then it has only the tokens of highest entropy. The policy loss is summed over
+    ``kept`` and divided by the number of tokens or rows in ``counted``. KL and entropy terms are means over the mask.
     """
 
     mini_batch: Tensor
@@ -45,11 +43,9 @@ class BatchTerms:
 
 
 def batch_terms(batch: Batch, objective: ResolvedObjective) -> BatchTerms:
-    """Compute the masks and divisors of the loss for a rollout. ``batch`` has the rows of the rollout, and must already
-    have their entropies and old log-probabilities if the objective trains only on the tokens of highest entropy
-    (``top_entropy_share`` below 1), or divides the loss by the number of tokens whose importance weight is not 0
-    (``correction_divisor`` "kept"). Every rank must call this function with its own rows and equal settings, because
-    counts are summed over ranks."""
+    """Compute the masks and divisors of the loss for a rollout. ``batch`` must already have entropies and old
+    log-probabilities if ``objective.needs_first_pass``. Every rank must call this function with its own rows and equal
+    settings, because counts are summed over ranks."""
     experience, settings = batch.experience, batch.settings
     kept = counted = experience.mask
     if objective.top_entropy_share < 1:
