@@ -312,8 +312,8 @@ def _digests(
 
 
 def _column_digests(problems: Sequence[Problem]) -> dict[str, str]:
-    """Return a digest of the values of each column in all problems, by the column's name. Objects of other types than
-    JSON's count by their text, without an address in memory."""
+    """Return a digest of the values of each column in all problems, by the column's name. A value that is not of one
+    of JSON's types is represented by its ``str``, without the address in memory that this may end with."""
     names = dict.fromkeys(name for problem in problems for name in problem.row)
     values = {name: [problem.row.get(name) for problem in problems] for name in names}
     return {

@@ -129,6 +129,7 @@ _OTHERWISE = ("unused", "role")  # kinds of tags whose closing tag has another m
 
 
 def assistant_turn(prompt: Prompt, completion: Completion) -> str:
-    """Return a completion's text in one form (``in_one_form``), behind the tag that opens thoughts if the chat template
-    wrote it at the end of the prompt, as those of DeepSeek-R1, QwQ and Qwen3.5 do."""
+    """Return a completion's text with its thoughts between ``<think>`` and ``</think>``, whichever tokens the model's
+    family has for this (``in_one_form``). If the chat template wrote the opening tag at the end of the prompt, as those
+    of DeepSeek-R1, QwQ and Qwen3.5 do, the text begins with it."""
     return in_one_form(opening_at_the_end(prompt.text) + completion.text)

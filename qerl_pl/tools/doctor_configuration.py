@@ -147,7 +147,8 @@ def _data(datamodule: Any) -> str:
 
 
 def _scored(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> str:
-    """Score completions that consist of the known answer, and ones without an answer; returns their means as text."""
+    """Score two made-up completions of each prompt, one that is only the known answer and one without an answer.
+    Returns, as text, the mean of each reward over the prompts, for either kind."""
     if not prompts:
         raise NotChecked("not checked, because the data could not be read")
     check_answers(rewards, prompts)

@@ -83,8 +83,11 @@ def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
 def policy_arguments(
     policy: Policy, *, dtype: torch.dtype, max_model_len: int, decoding_kernel: Literal["native", "humming"]
 ) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` that depend on the policy. Raises ValueError if the adapter's rank is larger
-    than vLLM supports."""
+    """Build the arguments of ``vllm.LLM`` that depend on the policy, its base model and its adapter.
+
+    ``decoding_kernel`` says which kernels multiply by NVFP4 weights: this project's ("native"), or those that vLLM
+    chooses, such as the library Humming's ("humming"). Raises ValueError if the adapter's rank is larger than vLLM
+    supports."""
     from vllm.platforms import current_platform
 
     from qerl_pl.rollout.vllm.experts import RANK

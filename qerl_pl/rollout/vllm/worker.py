@@ -164,9 +164,10 @@ def _flags(worker: WorkerBase) -> dict[str, Tensor]:
 
 
 def _slots(worker: WorkerBase) -> dict[str, list[Slot]]:
-    """Return vLLM's adapter slots by PEFT's name of the adapter that they hold. A linear layer usually has one slot; it
-    has two if its outputs serve as both keys and values of attention, and three if it computes queries, keys and values
-    of a gated delta net. Experts have two for gate and up together, and one for down."""
+    """Return, for each module that has LoRA matrices A and B, the tensors of vLLM that hold copies of them; keys are
+    the modules' names in PEFT. A linear layer usually has one ``Slot``. It has two if its outputs serve as both keys
+    and values of attention, and three if it computes queries, keys and values of a gated delta net. The experts of a
+    layer have one for the gate, one for the up and one for the down projection."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     config = worker.model_config.hf_text_config
