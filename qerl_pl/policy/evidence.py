@@ -11,6 +11,7 @@ a product, in nats.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -76,25 +77,40 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     above_one = [total(q * root) for root in reversed(roots)]
     square = q.square()
     above_one += [total(square), total(square.square())]
-    masses = zip(POWERS, below_one + above_one, strict=True)
-    columns = [log_q_target, *(power * log_q_target - mass.log() for power, mass in masses)]
+    constants = _constants(q.dtype, q.device)
+    tempered = constants.powers * log_q_target - torch.cat(below_one + above_one, dim=1).log()
     # Place the probabilities of all tokens end to end on [0, 1] in descending order; the target's probability then
     # occupies the interval [likelier, at_least]. Tokens of equal q share one interval evenly.
     likelier, at_least = (total(q.where(mask, 0)) for mask in (log_q > log_q_target, log_q >= log_q_target))
     width = (at_least - likelier).clamp(min=torch.finfo(q.dtype).tiny)
-    for mass in NUCLEI:
-        inside = ((mass - likelier) / width).clamp(0, 1) / mass
-        columns.append(log_q_target + (OUTSIDE + (1 - OUTSIDE) * inside).log())
+    inside = ((constants.nuclei - likelier) / width).clamp(0, 1).split(1, dim=1)
+    # CUDA divides by numbers otherwise than by a tensor of these numbers
+    in_nuclei = torch.cat([part / mass for part, mass in zip(inside, NUCLEI, strict=True)], dim=1)
     largest = log_q.topk(min(max(TOPS), log_q.shape[1]), dim=1).values
-    for size in TOPS:
-        least = largest[:, min(size, largest.shape[1]) - 1].unsqueeze(1)
-        kept = q.where(log_q >= least, 0)  # all tokens that are as likely as the k-th are kept
-        inside = (log_q_target >= least) / total(kept)
-        columns.append(log_q_target + (OUTSIDE + (1 - OUTSIDE) * inside).log())
+    least = [largest[:, min(size, largest.shape[1]) - 1].unsqueeze(1) for size in TOPS]
+    kept = [total(q.where(log_q >= each, 0)) for each in least]  # all tokens that are as likely as the k-th are kept
+    in_tops = (log_q_target >= torch.cat(least, dim=1)) / torch.cat(kept, dim=1)
+    cut = log_q_target + (OUTSIDE + (1 - OUTSIDE) * torch.cat([in_nuclei, in_tops], dim=1)).log()
     at_end, mass = torch.isin(targets, ends).unsqueeze(1), total(q[:, ends])
-    columns += [log_q_target + at_end * math.log(odds) - ((odds - 1) * mass).log1p() for odds in END_ODDS]
-    columns.append(((1 - RANDOM) * log_q_target.exp() + RANDOM / q.shape[1]).log())
-    return torch.cat(columns, dim=1)
+    ended = log_q_target + at_end * constants.log_odds - (constants.odds_less_one * mass).log1p()
+    mixed = ((1 - RANDOM) * log_q_target.exp() + RANDOM / q.shape[1]).log()
+    return torch.cat([log_q_target, tempered, cut, ended, mixed], dim=1)
+
+
+class _Constants(NamedTuple):
+    """Numbers of the alternatives as tensors, on the device of the logits."""
+
+    powers: Tensor
+    nuclei: Tensor
+    log_odds: Tensor
+    odds_less_one: Tensor
+
+
+@cache
+def _constants(dtype: torch.dtype, device: torch.device) -> _Constants:
+    odds = torch.tensor(END_ODDS, dtype=torch.float64)
+    numbers = (POWERS, dtype), (NUCLEI, dtype), (list(map(math.log, END_ODDS)), torch.float32), (odds - 1, dtype)
+    return _Constants(*(torch.as_tensor(values, dtype=of, device=device) for values, of in numbers))
 
 
 def in_shares(evidence: Tensor) -> Tensor:

@@ -84,17 +84,42 @@ def keyed_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
         positions: [R] int64, the position in its sequence, from 0, of the last token before the sampled one.
         vocabulary: number of tokens, V.
     """
-    seeds, positions = seeds[:, None], positions[:, None]
+    return noise_of(hashed(seeds, positions), token_keys(vocabulary, seeds.device))
+
+
+def hashed(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Compute the part of ``keyed_noise`` that does not depend on the token: the state of the hash after seed and
+    position, [R] int64."""
     state = torch.zeros_like(seeds)
-    for word in (seeds & WORD, (seeds >> 32) & WORD, positions & WORD, torch.arange(vocabulary, device=seeds.device)):
-        key = _rotated(word * 0xCC9E2D51 & WORD, 15) * 0x1B873593 & WORD
-        state = _rotated(state ^ key, 13) * 5 + 0xE6546B64 & WORD
+    for word in (seeds & WORD, (seeds >> 32) & WORD, positions & WORD):
+        state = _mixed(state, _key(word))
+    return state
+
+
+def token_keys(vocabulary: int, device: torch.device) -> Tensor:
+    """Compute the part of ``keyed_noise`` that depends only on the token: what each token adds to the hash, [V]
+    int64."""
+    return _key(torch.arange(vocabulary, device=device))
+
+
+def noise_of(states: Tensor, keys: Tensor) -> Tensor:
+    """Compute ``keyed_noise`` [R, V] fp32 of rows with the hash states ``states`` [R] (``hashed``) and tokens with the
+    keys ``keys`` [V] (``token_keys``)."""
+    state = _mixed(states[:, None], keys)
     state ^= 16  # bytes that were hashed
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         state = (state ^ (state >> shift)) * factor & WORD
     state ^= state >> 16
     uniform = (state >> 16).float() * 2.0**-16 + ((state & 0xFFFF).float() + 0.5) * 2.0**-32
     return -(-torch.log1p(-uniform.clamp(max=1 - 2**-24))).log()
+
+
+def _key(words: Tensor) -> Tensor:
+    return _rotated(words * 0xCC9E2D51 & WORD, 15) * 0x1B873593 & WORD
+
+
+def _mixed(state: Tensor, key: Tensor) -> Tensor:
+    return _rotated(state ^ key, 13) * 5 + 0xE6546B64 & WORD
 
 
 def _rotated(words: Tensor, bits: int) -> Tensor:
