@@ -22,13 +22,19 @@ from qerl_pl.quant.published import conversion_reasons
 
 
 def prepared_base(base: str, base_format: BaseFormat | None = None, quantization: Quantization | None = None) -> str:
-    """Return the checkpoint folder that a run loads; download, quantise or convert the base model if necessary, and log
-    which of its features were removed or converted.
+    """Return the checkpoint folder that a run loads, after downloading, quantising or converting the base model if
+    necessary. Logs which parts of a checkpoint are not used, such as a vision model.
 
-    The result is the base model's folder, its existing copy in ``base_format``, or a folder of the cache. The cache
-    holds quantised models; language models taken from vision-language checkpoints; and copies of published NVFP4
-    checkpoints which also quantise activations, the KV cache or some linear layers (to FP8), converted so that only
-    weights are quantised (W4A16).
+    Args:
+        base: name on the hub, folder or GGUF file.
+        base_format: the result is the copy in this 4-bit format that ``quantize`` has written next to the folder
+            ``base``; None: ``base`` itself.
+        quantization: how ``base`` is quantised if it is not yet; the result is then in the cache. None: it stays as it
+            is.
+
+    The cache also holds language models that were taken from vision-language checkpoints, and copies of published NVFP4
+    checkpoints in which, besides the weights, activations or the KV cache are quantised, or some linear layers to FP8;
+    in these copies, only weights are quantised (W4A16).
     """
     base = os.path.expanduser(base)
     name = base.rstrip("/").rpartition("/")[2].removesuffix(".gguf")

@@ -56,9 +56,10 @@ def loader_hooks() -> Any:
 
 
 def spare(scheduler: Any) -> None:
-    """Reduce the CPU time of vLLM's scheduler per decoding step. Its calls to the KV-cache manager return early for
-    tokens that neither need a new block of the KV cache nor fill one, 15 of 16 if a block has 16 slots, and it uses
-    faster code for decoding (``RolloutScheduler.is_lean``). Nothing changes if some layers are not full attention."""
+    """Reduce the CPU time that vLLM's scheduler takes per decoding step, by two changes. The calls of the scheduler to
+    the KV-cache manager return at once for a token that neither needs a new block of the KV cache nor fills one. And
+    steps in which all requests only decode are scheduled by shorter code, which ``RolloutScheduler.is_lean`` turns on.
+    Nothing changes if some layers of the model are not full attention."""
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     manager, max_model_len = scheduler.kv_cache_manager, scheduler.max_model_len

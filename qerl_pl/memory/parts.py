@@ -302,8 +302,9 @@ def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int
 
 
 def adapter_slots(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
-    """Return the bytes of the memory in which vLLM holds one adapter (a slot). The adapters of gate and up of an expert
-    share one matrix A in the trainer; in vLLM, each has its own copy."""
+    """Return the bytes of GPU memory in which vLLM holds the policy's adapter. They are more than those of the adapter
+    in the trainer: vLLM rounds the rank up (``slot_rank``), and has a copy of the matrix A for each of gate and up of
+    an expert, which share one in the trainer."""
     values = slot_rank(run.rank) * sum(number * values for number, values in adapted_values(shape, run.targets))
     if expert_rank := run.rank_of_experts(shape):
         of_experts = adapted_experts(shape) + shape.experts.num * shape.hidden

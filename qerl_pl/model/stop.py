@@ -70,8 +70,9 @@ class StopStrings(StoppingCriteria):
         return torch.tensor([length is not None for length in self.lengths], device=input_ids.device)
 
     def _text_of(self, row: int, token: int) -> str:
-        """Return the text that a token adds to a row's completion. Bytes that are no character may change the text of
-        bytes before them, which DecodeStream refuses; the text then goes on with this token, as in vLLM."""
+        """Return the text that a token adds to a row's completion. If its bytes are no valid UTF-8, decoding all tokens
+        again could give another text for earlier ones, and ``DecodeStream`` raises an error; then, as in vLLM, a new
+        stream begins with this token, and the text so far stays as it is."""
         try:
             text = self._streams[row].step(self._tokenizer, token)
         except Exception as error:  # the tokenizers library has no type of its own for it

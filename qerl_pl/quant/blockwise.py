@@ -24,9 +24,9 @@ linear layer) counts when it is mixed into that of one expert, which few calibra
 
 class BlockStream:
     """Hidden states of the calibration sequences ``tokens`` [S, L] int64 at the input of a model's next decoder block,
-    in host memory. ``skeleton``, the whole model on the meta device, is modified: to run one block on ``device``, its
-    weights are filled in and all other blocks are replaced by the identity. So transformers' own code computes masks,
-    rotary embeddings and attention."""
+    in host memory. ``skeleton``, the whole model on the meta device, is modified: to run one block on ``device``,
+    this block's weights are filled in and all other blocks are replaced by the identity. So transformers' own code
+    computes masks, rotary embeddings and attention."""
 
     def __init__(
         self, skeleton: PreTrainedModel, checkpoint: Checkpoint, tokens: Tensor, device: torch.device | str
