@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -130,13 +131,22 @@ def test_a_gguf_file_is_opened_once_and_the_package_is_as_before(model, tmp_path
 
     class Counting(gguf.GGUFReader):
         def __init__(self, path: Path) -> None:
-            opened.append(path)
+            opened.append(Path(path))
             super().__init__(path)
 
     monkeypatch.setattr(gguf, "GGUFReader", Counting)
     gguf_folder(write_gguf(model, file := tmp_path / "small.gguf"))
     assert opened == [file]
     assert gguf.GGUFReader is Counting
+
+
+def test_files_that_threads_convert_at_the_same_time_keep_their_own_weights(model, tmp_path):
+    other = write_gguf(model, tmp_path / "other.gguf", split="gpt-2")
+    file = write_gguf(model, tmp_path / "small.gguf", split="smollm")
+    with ThreadPoolExecutor(2) as threads:
+        folders = list(threads.map(gguf_folder, [file, other]))
+    kinds = [json.loads((folder / "tokenizer.json").read_text())["pre_tokenizer"]["type"] for folder in folders]
+    assert kinds == ["Sequence", "ByteLevel"]
 
 
 @pytest.mark.parametrize(("split", "tokens"), [("smollm", 2), ("gpt-2", 3)])

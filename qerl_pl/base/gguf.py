@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ DIGITS_APART = ("smollm", "refact", "starcoder")
 """Names of rules that split text as GPT-2's tokenizer does, but make each digit a part of its own."""
 AS_GPT2 = ("gpt-2", "olmo")
 """Names of rules that split text as GPT-2's tokenizer does."""
+_CONVERTING = threading.Lock()  # held while ``gguf.GGUFReader`` is replaced
 BLOCK = re.compile(r"blk\.(\d+)\.")
 """Beginning of the names of a decoder block's tensors in GGUF files, with the block's index."""
 VISION = ("v.", "mm.")
@@ -146,7 +148,7 @@ def _dequantize(path: Path, output: Path) -> None:
             "are free; use the model's 16-bit checkpoint"
         )
     rank_zero_info(f"{path} is dequantised once, into {output}")
-    with new_folder(output) as folder, _read_once(reader):
+    with new_folder(output) as folder, _read_once(reader, path):
         try:
             _convert(reader, path, folder)
         except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
@@ -155,18 +157,19 @@ def _dequantize(path: Path, output: Path) -> None:
 
 
 @contextmanager
-def _read_once(reader: GGUFReader) -> Iterator[None]:
-    """Within this context, replace ``gguf.GGUFReader`` by a function that returns ``reader``. transformers opens the
-    file for the configuration, the tokenizer and the weights, and reading a vocabulary of 150,000 tokens takes seconds
-    each time."""
+def _read_once(reader: GGUFReader, path: Path) -> Iterator[None]:
+    """Within this context, make ``gguf.GGUFReader`` return ``reader`` for the file ``path``. transformers opens it for
+    the configuration, the tokenizer and the weights, and reading a vocabulary of 150,000 tokens takes seconds each
+    time. Other threads that convert a file wait."""
     import gguf
 
-    own = gguf.GGUFReader
-    gguf.GGUFReader = lambda _: reader
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = own
+    with _CONVERTING:
+        own = gguf.GGUFReader
+        gguf.GGUFReader = lambda file, *args: reader if Path(file) == path.absolute() else own(file, *args)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = own
 
 
 def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:

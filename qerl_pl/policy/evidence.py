@@ -108,7 +108,7 @@ class _Constants(NamedTuple):
 
 @cache
 def _constants(dtype: torch.dtype, device: torch.device) -> _Constants:
-    odds = torch.tensor(END_ODDS, dtype=torch.float64)
+    odds = torch.tensor(END_ODDS, dtype=torch.float64, device="cpu")
     numbers = (POWERS, dtype), (NUCLEI, dtype), (list(map(math.log, END_ODDS)), torch.float32), (odds - 1, dtype)
     return _Constants(*(torch.as_tensor(values, dtype=of, device=device) for values, of in numbers))
 

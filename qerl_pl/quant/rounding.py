@@ -138,7 +138,7 @@ def round_columns(
         place = torch.bucketize(quotient, limits)
         places[:, k] = place
         errors[:, k] = (left[:, k] - values[place] * unit) / corner[k, k]
-        left -= torch.outer(errors[:, k], corner[k])  # 0 in earlier columns
+        left[:, k:] -= torch.outer(errors[:, k], corner[k, k:])
     return places, errors
 
 
