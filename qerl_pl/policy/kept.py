@@ -93,7 +93,8 @@ def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 class _Run:
-    """Context of a decoder block's run in forward or in backward, which torch may enter several times."""
+    """Context manager in which a decoder block is computed, in forward or again in backward; within it, ``active``
+    returns ``kept``. torch may enter one object several times."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

@@ -113,13 +113,15 @@ def part(error: Tensor, effect: Tensor, scale: Tensor) -> float:
 
 
 def next_strength(strength: float, change: float, gap: float) -> float:
-    """Choose the strength for the next rollout's test of another policy, from 1 to ``STRONGEST``: the multiple of the
-    distance to that policy by which the current policy is moved towards it and away from it.
+    """Choose the strength with which the next rollout is tested for completions that were sampled with another policy,
+    such as the base without the adapter. For the test, the current policy is moved towards the other one and away from
+    it, by ``strength`` times their distance.
 
     ``change`` is the mean difference of logits (``jumps.logit_gap``) between the two moved policies at the current
-    ``strength``, and ``gap`` the mean difference of logits between engine and trainer. The result is the strength at
-    which ``change`` would be the smaller of ``LARGER`` times ``gap`` and ``LINEAR``, up to which it counts as
-    proportional to the strength.
+    ``strength``, and ``gap`` that between engine and trainer. The change has to be much larger than the gap, whose
+    rounding errors would hide it, but small enough to be proportional to the strength. So the result, from 1 to
+    ``STRONGEST``, is the strength at which the change would be ``LARGER`` times the gap or, if that is less,
+    ``LINEAR``.
     """
     return min(max(1.0, strength * min(LARGER * gap, LINEAR) / max(change, 1e-12)), STRONGEST)
 

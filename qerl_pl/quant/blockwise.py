@@ -111,9 +111,9 @@ class BlockStream:
 
 
 def _shrink(sums: dict[str, Tensor], counts: Counter[str]) -> None:
-    """Mix, in place, the second moment of each expert's inputs with the mean over the experts of its layer, as if the
-    expert had ``PRIOR_ROWS`` further inputs with this mean. ``sums`` has, for each linear layer, the sum of x x^T over
-    its inputs x, and ``counts`` the number of these inputs."""
+    """Mix the second moment of each expert's inputs with that of all inputs of the experts of its mixture-of-experts
+    layer, as if the expert had ``PRIOR_ROWS`` further inputs with the latter. ``sums`` has, for each linear layer, the
+    sum of x x^T over its inputs x, and ``counts`` the number of these inputs; both are changed in place."""
     parts: dict[tuple[str, ...], list[str]] = {}
     for linear in sums:
         if match := OF_EXPERT.fullmatch(linear):

@@ -27,14 +27,16 @@ ROUNDING = 2.0**-23
 
 
 def convert_checkpoint(path: Path, output: Path) -> list[str]:
-    """Write a copy of a published NVFP4 checkpoint with 4-bit weights and 16-bit activations (W4A16), or of a 16-bit
-    checkpoint without its vision model, to ``output``; returns sentences that say why the conversion was needed.
+    """Convert the checkpoint in the folder ``path``, and write the result to ``output``. From a published NVFP4
+    checkpoint this makes one in the format of compressed-tensors with 4-bit weights and 16-bit activations (W4A16); of
+    a 16-bit checkpoint with a vision model it copies the language model. Returns sentences that say why the conversion
+    was needed.
 
     Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original. Like
     that library, this function replaces tensor scales of ModelOpt by their fp32 reciprocals, so weights differ from
-    ModelOpt's own by a relative error of at most 2^-23 before rounding. ValueError: the checkpoint is damaged, or
-    tensor scales of linear layers that inference engines fuse into one matrix cannot be made equal without changing
-    weights.
+    ModelOpt's own by a relative error of at most 2^-23 before they are rounded to 16 bits. ValueError: the checkpoint
+    is damaged, or tensor scales of linear layers that inference engines fuse into one matrix cannot be made equal
+    without changing weights.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)

@@ -1,5 +1,5 @@
-"""Read what the text around a marked answer says about it: that it is wrong, a bound or a supposition, one of several
-values, or a part of another value."""
+"""Read what the text of a completion around its answer (in a box, after "####" or "the answer is") says about this
+answer: that it is wrong, a bound or a supposition, one of several values, or a part of another value."""
 
 import re
 
