@@ -4,9 +4,9 @@ Letters: N outputs, K inputs of a linear layer.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, NamedTuple, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,19 +50,40 @@ def output_files(checkpoint: Checkpoint) -> list[OutputFile]:
     ]
 
 
-def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model's decoder blocks, and its output head, by name in the model's order.
-    ValueError: a block has a matrix that is not the weight of a linear layer or a convolution, such as stacked experts:
-    the quantiser would leave it in 16 bits without telling the user."""
-    linears: dict[str, nn.Linear] = {}
-    for name, module in model.named_modules():
+class BlockWeight(NamedTuple):
+    """Parameter of a decoder block: its full name, the module that it belongs to, and the kind of this module or
+    tensor."""
+
+    name: str
+    module: nn.Module
+    kind: Literal["linear", "convolution", "vector"]
+
+
+def block_weights(model: nn.Module) -> Iterator[BlockWeight]:
+    """Yield each parameter of a model's decoder blocks once, in the model's order, with its module. Raises ValueError
+    for a matrix that is not the weight of a linear layer or a convolution, such as stacked experts: the quantiser would
+    leave it in 16 bits without telling the user."""
+    for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim < 2 or block_of(f"{name}.{leaf}") is None or isinstance(module, nn.Conv1d):
+            name = f"{module_name}.{leaf}"
+            if block_of(name) is None:
                 continue
-            if not isinstance(module, nn.Linear):
+            if parameter.ndim < 2:
+                yield BlockWeight(name, module, "vector")
+            elif isinstance(module, nn.Linear | nn.Conv1d):
+                yield BlockWeight(name, module, "linear" if isinstance(module, nn.Linear) else "convolution")
+            else:
                 shape, owner = list(parameter.shape), type(module).__name__
-                raise ValueError(f"{name}.{leaf} {shape} is the weight of a {owner}; expected linears and convolutions")
-            linears[name] = module
+                raise ValueError(f"{name} {shape} is the weight of a {owner}; expected linears and convolutions")
+
+
+def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model's decoder blocks, and its output head, by name in the model's order."""
+    linears = {
+        weight.name.removesuffix(".weight"): cast(nn.Linear, weight.module)
+        for weight in block_weights(model)
+        if weight.kind == "linear"
+    }
     head = model.get_output_embeddings()
     return linears | {name: cast(nn.Linear, module) for name, module in model.named_modules() if module is head}
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from qerl_pl.__main__ import main as program
+from qerl_pl.model.layers import block_of
 from qerl_pl.model.quantization import Method
 from qerl_pl.quant import quantize
 from qerl_pl.quant.calibration import Calibration
@@ -24,7 +25,7 @@ from qerl_pl.quant.loading import empty_model, load_base
 from qerl_pl.quant.nvfp4 import tensor_scale
 from qerl_pl.quant.output import OutputFolder
 from qerl_pl.quant.quantize import VERSION, quantize_checkpoint
-from qerl_pl.quant.selection import OutputFile, fused_groups, linears_of
+from qerl_pl.quant.selection import OutputFile, block_weights, fused_groups
 from tests.families import NAMES, SIZES, tiny_config
 from tests.packed import quantize_nvfp4
 from tests.quant.published import read_all, rewrite
@@ -173,9 +174,12 @@ def test_a_full_disk_is_one_line_and_the_next_run_completes(make_checkpoint, tmp
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_every_linear_is_listed_in_order_and_every_matrix_of_a_block_is_of_a_known_kind(family):
+def test_every_parameter_of_a_block_is_listed_once_and_every_matrix_is_of_a_known_kind(family):
     model = empty_model(tiny_config(family), torch.bfloat16)
-    assert list(linears_of(model)) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    listed = list(block_weights(model))
+    assert [weight.name for weight in listed] == [name for name, _ in model.named_parameters() if block_of(name)]
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {weight.name for weight in listed if weight.kind == "linear"} == linears - {"lm_head.weight"}
 
 
 def test_stacked_experts_are_refused_and_not_left_dense_without_a_word():
@@ -183,7 +187,7 @@ def test_stacked_experts_are_refused_and_not_left_dense_without_a_word():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=32))
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.\S+ \[4, .* expected linears and convolutions"):
-        linears_of(model)
+        list(block_weights(model))
 
 
 def test_fused_linears_form_groups_in_order():
