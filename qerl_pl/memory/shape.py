@@ -195,14 +195,14 @@ def planned_shape(
     ValueError: the model is in none of these places, or a run cannot use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
-    fmt = WRITERS[name].layout.fmt if name else None
+    fmt = WRITERS[name].fmt if name else None
     ignore = quantization.ignore if quantization else ()
     for folder in (base_folder(base, base_format, must_exist=False), base):
         if Path(folder).is_dir():
             return checkpoint_shape(folder, dtype, fmt, ignore)
     if (known := known_config(base)) is not None:
         name = name or known_format(base)
-        return config_shape(AutoConfig.for_model(**known), WRITERS[name].layout.fmt if name else None, dtype)
+        return config_shape(AutoConfig.for_model(**known), WRITERS[name].fmt if name else None, dtype)
     if is_hub_name(base):
         return checkpoint_shape(hub_config(base), dtype, fmt, ignore)
     raise ValueError(

@@ -31,6 +31,11 @@ class PackedWeight:
     the object holds the weights of E experts concatenated along N, as ``dequantize`` accepts them, it is [E]."""
 
 
+def no_tensor_scale(amax: Tensor) -> Tensor:
+    """Return the tensor scale of formats that have none: 1, as [] fp64 on the device of ``amax``."""
+    return torch.ones((), dtype=torch.float64, device=amax.device)
+
+
 @dataclass(frozen=True)
 class Format:
     """Description of a 4-bit weight format: the values of the 16 codes, the number of weights that share a block scale,
@@ -54,10 +59,10 @@ class Format:
     """Maps block scales and the tensor scale to the fp32 factor by which each block's values are multiplied."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
     """Yields block scales to try in place of the given ones when the quantiser searches for smaller rounding errors:
-    first the given block scales, then others. Argument and results have one shape."""
-    tensor_scale: Callable[[Tensor], Tensor] = lambda amax: torch.ones((), dtype=torch.float64, device=amax.device)
-    """Maps the largest magnitude, [], of all weights that share one tensor scale to that tensor scale, [] fp64. The
-    default is for formats without tensor scales, and returns 1."""
+    first the given block scales, then smaller and larger ones. Argument and results are the scales' bits, in one
+    shape."""
+    tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
+    """Maps the largest magnitude, [], of all weights that share one tensor scale to that tensor scale, [] fp64."""
     fast: Callable[[PackedWeight, torch.dtype], Tensor] | None = None
     """Faster implementation of ``dequantize`` for this format; None: ``decode`` is used."""
 

@@ -131,6 +131,10 @@ class Writer:
     """Maps the names of the linear layers that are not quantised, and the model's dtype, to ``quantization_config`` of
     config.json."""
 
+    @property
+    def fmt(self) -> Format:
+        return self.layout.fmt
+
 
 def _nvfp4_tensors(weight: PackedWeight, _dtype: torch.dtype) -> dict[str, Tensor]:
     return {

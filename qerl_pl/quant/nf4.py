@@ -24,6 +24,14 @@ NF4_VALUES = (
 _TINY = 1e-38  # smallest divisor, as in bitsandbytes
 
 
+def round_block_scale(block_amax: Tensor, _global_scale: Tensor) -> Tensor:
+    return block_amax.view(torch.int32)
+
+
+def effective_scale(block_scale: Tensor, _global_scale: Tensor) -> Tensor:
+    return block_scale.view(torch.float32)
+
+
 def nf4_codes(weight: Tensor, scale: Tensor) -> Tensor:
     """Return the uint8 codes of the values nearest to weight / scale; a tie is rounded to the lower value."""
     values = weight * (1 / scale.clamp_min(_TINY))
@@ -44,8 +52,8 @@ NF4 = Format(
     values=NF4_VALUES,
     scale_dtype=torch.int32,
     encode=nf4_codes,
-    round_scale=lambda block_amax, _global_scale: block_amax.view(torch.int32),
-    effective_scale=lambda block_scale, _global_scale: block_scale.view(torch.float32),
+    round_scale=round_block_scale,
+    effective_scale=effective_scale,
     nearby_scales=nearby_block_scales,
 )
 

@@ -78,7 +78,7 @@ def quantize_checkpoint(
     load_tokenizer(checkpoint.path, config)
     writer, skeleton = WRITERS[format], meta_model(checkpoint.path)
     check_complete(checkpoint, skeleton)
-    shapes, dense = split_linears(skeleton, ignore, block=writer.layout.fmt.block)
+    shapes, dense = split_linears(skeleton, ignore, block=writer.fmt.block)
     groups, files = fused_groups(list(shapes), {*shapes, *dense}), output_files(checkpoint)
     _check_calibrated(method, residual, calibration, outside=files[0].groups(groups), config=config)
     settings = {
@@ -133,7 +133,7 @@ def pack_file(
     None. ``rank``, which needs ``stream``, is the rank of the adapter; with it, layers that stay dense get an adapter
     whose product is 0.
     """
-    fmt, moments, adapter = writer.layout.fmt, {}, {}
+    fmt, moments, adapter = writer.fmt, {}, {}
     in_file = file.groups(groups)
     exact = torch.float32 if rank is None else torch.float64
     written, adapted = dict(tensors), {}
@@ -210,7 +210,7 @@ def dense_tensors(
     dense = {name: tensor for name, tensor in tensors.items() if name not in stored}
     for name in packed:
         weight = packed_weight(tensors, name, layout, shapes[name])
-        dense[f"{name}.weight"] = layout.fmt.dequantize(weight, torch.float32)
+        dense[f"{name}.weight"] = writer.fmt.dequantize(weight, torch.float32)
     return dense
 
 
