@@ -164,12 +164,12 @@ def _read_once(reader: GGUFReader, path: Path) -> Iterator[None]:
     import gguf
 
     with _CONVERTING:
-        own = gguf.GGUFReader
-        gguf.GGUFReader = lambda file, *args: reader if Path(file) == path.absolute() else own(file, *args)
+        original = gguf.GGUFReader
+        gguf.GGUFReader = lambda file, *args: reader if Path(file) == path.absolute() else original(file, *args)
         try:
             yield
         finally:
-            gguf.GGUFReader = own
+            gguf.GGUFReader = original
 
 
 def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:

@@ -18,8 +18,9 @@ ROWS, WARPS = 16, 4  # rows per program; warps per program
 def round_columns(
     weight: Tensor, scale: Tensor, factor: Tensor, limits: Tensor, values: Tensor, columns: slice
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``rounding.round_columns``, of which this has the arguments and results. On a GPU a product and a sum may
-    be rounded once instead of twice, so a weight halfway between two values may get the other one."""
+    """Round some columns of a weight by GPTQ, with the arguments and results of ``quant.rounding.round_columns``; the
+    weight and the scales must be contiguous. On a GPU a product and a sum may be rounded once instead of twice, so a
+    weight about halfway between two values may get the other one."""
     assert weight.is_contiguous(), weight.stride()
     assert scale.is_contiguous(), scale.stride()
     (rows, width), start = weight.shape, columns.start

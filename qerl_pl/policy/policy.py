@@ -310,13 +310,13 @@ class Policy(nn.Module):
         states = torch.zeros_like(row) if seeds is None else hashed(seeds[row], column - 1)
         of_tokens = (hidden.split(size), tokens[row, column].split(size), states.split(size))
         alternatives, audited = [], []
-        for inputs, targets, own_states in zip(*of_tokens, strict=True):
+        for inputs, targets, hash_states in zip(*of_tokens, strict=True):
             logits = soft_capped(fp32_logits(inputs, head.weight), head.logit_cap) / head.temperature
             alternatives.append(alternative_logprobs(logits, targets, ends))
             audited.append(logits.new_zeros(len(targets)))
             if keys is not None:
                 some = is_audited(alternatives[-1][:, 0]).nonzero()[:, 0]  # as a mask, each use would wait for the GPU
-                audited[-1][some] = margins(logits[some], noise_of(own_states[some], keys), targets[some])
+                audited[-1][some] = margins(logits[some], noise_of(hash_states[some], keys), targets[some])
         return torch.cat(alternatives), torch.cat(audited)
 
     @property
