@@ -13,10 +13,10 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -267,6 +267,35 @@ def changes(run: Line) -> dict[str, float]:
     }
 
 
+class Course(NamedTuple):
+    """Values of one run, of TRL or of this program, that the table with TRL shows."""
+
+    name: str
+    curve: Line
+    seconds: Sequence[float]
+    """Seconds of training until the end of each rollout's update."""
+    start: float
+    phases: Mapping[str, float]
+    validations: list[Line]
+    memory: float | None
+
+
+def course_of_trl(line: Line) -> Course:
+    """Read a line of tests/bench/bench_trl_task.py."""
+    curve, name = line["curve"], f"TRL {line['versions']['trl']}"
+    return Course(
+        name, curve, curve["train_s"], line["startup_s"], line["phases_s"], line["evaluations"], line["peak_gib"]
+    )
+
+
+def course_of_run(run: Line) -> Course:
+    """Read a line of tests/bench/bench_real_runs.py."""
+    curve, start = run["curves"], (run["start_s"] or [float("nan")])[0]
+    phases = {phase: median(curve[f"{phase}_s"]) for phase in ("rollout", "logprob", "train")}
+    seconds, memory = np.cumsum(curve["step_s"]).tolist(), run["memory_gib"]["driver"]
+    return Course(run["shape"]["arm"], curve, seconds, start, phases, run["validations"], memory)
+
+
 def trl(lines: list[Line]) -> str:
     """Compare TRL's runs with our runs alone on a GPU of the same kind, of the same model and task."""
     rows = []
@@ -278,29 +307,19 @@ def trl(lines: list[Line]) -> str:
             for run in runs
             if (model, task, jobs, run["device"]) == (shape["model"], shape["task"], 1, line["device"])
         ]
-        trainers = [
-            (
-                *(f"TRL {line['versions']['trl']}", line["curve"], line["curve"]["train_s"]),
-                *(line["startup_s"], line["phases_s"], line["evaluations"], line["peak_gib"]),
-            )
-        ]
-        for run in ours:
-            curve, start = run["curves"], (run["start_s"] or [float("nan")])[0]
-            phases = {phase: median(curve[f"{phase}_s"]) for phase in ("rollout", "logprob", "train")}
-            trainers.append(
-                (run["shape"]["arm"], curve, np.cumsum(curve["step_s"]).tolist(), start, phases)
-                + (run["validations"], run["memory_gib"]["driver"])
-            )
-        rewards = [curve["strict"] for _, curve, *_ in trainers]
+        courses = [course_of_trl(line), *map(course_of_run, ours)]
+        rewards = [course.curve["strict"] for course in courses]
         level = min(max(smooth(each, WINDOW)[WINDOW - 1 :], default=0.0) for each in rewards)
         is_long = min(map(len, rewards)) > 2 * WINDOW  # in fewer rollouts the reward hardly changes
-        for name, curve, seconds, start, phases, points, memory in trainers:
+        for course in courses:
+            steps, phases = course.curve["step_s"], course.phases
+            accuracy = f"{100 * course.validations[-1]['strict']:.1f}" if course.validations else ""
             rows.append(
-                [shape["model"], name, gpu, len(curve["step_s"]), f"{start:.0f}", f"{median(curve['step_s']):.1f}"]
+                [shape["model"], course.name, gpu, len(steps), f"{course.start:.0f}", f"{median(steps):.1f}"]
                 + [f"{phases['rollout']:.1f}", f"{phases['logprob'] + phases['train']:.1f}"]
-                + [f"{seconds[-1]:.0f}", f"{100 * points[-1]['strict']:.1f}" if points else ""]
-                + ([f"{level:.2f}", reached(curve["strict"], seconds, level)] if is_long else ["", ""])
-                + [f"{memory:.1f}" if memory else ""]
+                + [f"{course.seconds[-1]:.0f}", accuracy]
+                + ([f"{level:.2f}", reached(course.curve["strict"], course.seconds, level)] if is_long else ["", ""])
+                + [f"{course.memory:.1f}" if course.memory else ""]
             )
     head = "model | trainer | GPU | rollouts | start, s | rollout, s | sampling, s | update, s | all, s"
     return tabled(f"{head} | strict after, % | reward | reached after, s | GPU, GiB", rows)
