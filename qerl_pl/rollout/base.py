@@ -109,9 +109,10 @@ def check_groups(
 def checked_routes(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]], routing: Routing, *, engine: str
 ) -> list[list[Completion]]:
-    """Check the routes (``Completion.routes``) of completions of a mixture-of-experts model, and return the completions
-    with routes in the smallest dtype that holds the experts' indices. Raises CheckFailed if routes are missing, belong
-    to more or fewer tokens than all of prompt and completion but the last, or name no expert."""
+    """Check the routes of completions of a mixture-of-experts model, that is, the indices of the experts that computed
+    each token (``Completion.routes``), and return the completions with routes in the smallest dtype that holds these
+    indices. Raises CheckFailed if routes are missing, if they are not those of all tokens of prompt and completion but
+    the last, or if an index is not that of an expert."""
     checked = []
     for index, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
         checked.append([])
@@ -153,8 +154,8 @@ class RolloutEngine(Protocol):
 
     @property
     def returns_routes(self) -> bool:
-        """Whether ``generate`` can return ``Completion.routes`` of a mixture-of-experts model. It must do so if
-        ``Policy.replays_routes`` is set when the engine starts."""
+        """Whether ``generate`` can return the experts that computed each token of a mixture-of-experts model
+        (``Completion.routes``). It must return them if ``Policy.replays_routes`` is set when the engine starts."""
         ...
 
     @property

@@ -35,7 +35,7 @@ class Rollout:
     """Completions that this rank trains on: all of ``sampled`` or, with dynamic sampling, the groups that were assigned
     to this rank."""
     places: list[int]
-    """Index of each group of ``chosen`` among the groups that all ranks train on."""
+    """Index of each group (the completions of one prompt) of ``chosen`` among the groups that all ranks train on."""
     experience: Experience
     """The rows of ``chosen`` as tensors."""
     num_refills: int

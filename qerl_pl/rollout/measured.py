@@ -31,16 +31,19 @@ class Measured(NamedTuple):
     rows: Tensor
     """[N] int64, for each token the position of its completion in ``chosen``."""
     evidence: Tensor
-    """[len(SHARES) * K] fp64 in nats, log-likelihood ratios of K other ways of sampling to the reported distribution,
-    over all ranks (``policy.evidence``)."""
+    """[len(SHARES) * K] fp64 in nats, log-likelihood ratios over the completions of all ranks: of the hypothesis that a
+    share of the completions (each of ``policy.evidence.SHARES``) was sampled in another way, one of K, to the
+    hypothesis that all were sampled from the reported distribution."""
     chosen: list[int]
     """Indices of the chosen completions in this rank's batch."""
     margins: Tensor
-    """[M] fp32 in nats, margins (``policy.margins``) of the tokens of the distinct chosen completions that
-    ``is_audited`` selects; empty if the trainer cannot compute the engine's random numbers."""
+    """[M] fp32 in nats, margins (``policy.margins``) of those tokens of the distinct chosen completions that have a
+    probability of at most about 0.97 (``is_audited``); empty if the trainer cannot compute the engine's random
+    numbers."""
     draws: Tensor
-    """[len(SHARES)] fp64 in nats, log-likelihood ratios of other random numbers to those of the completions' seeds
-    (``policy.margins.draw_evidence``), over all ranks; 0 without margins."""
+    """[len(SHARES)] fp64 in nats, log-likelihood ratios over all ranks: of the hypothesis that the tokens of a share of
+    the completions were chosen by other random numbers than those of the completions' seeds, to the hypothesis that all
+    were chosen by those (``policy.margins.draw_evidence``); 0 without margins."""
 
 
 def measure_some(

@@ -41,12 +41,15 @@ class Others(NamedTuple):
     """Results of the tests of whether the engine sampled completions with another policy than the current one."""
 
     evidence: Tensor
-    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, log-likelihood ratios of the other policies to the current one,
-    over all ranks (``policy.evidence``); 0 for policies that equal the current one."""
+    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, log-likelihood ratios over all ranks: of the hypothesis that a
+    share of the completions (each of ``policy.evidence.SHARES``) was sampled with another policy, to the hypothesis
+    that all were sampled with the current one; 0 for policies that equal the current one."""
     strengths: dict[str, float]
-    """Strength for the next test of each other policy (``other_policy.next_strength``)."""
+    """Multiples, by other policy, of its distance from the current policy by which the next test moves the weights
+    (``other_policy.next_strength``)."""
     parts: dict[str, float]
-    """Fraction of each other policy's effect in the engine's errors, mean over ranks (``other_policy.part``)."""
+    """Fraction, by other policy, of its effect on log-probabilities that is found in the engine's errors, mean over
+    ranks: about 0 if the engine is right, 1 if it sampled all tokens with the other policy (``other_policy.part``)."""
 
 
 def measure_others(

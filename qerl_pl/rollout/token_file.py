@@ -37,22 +37,22 @@ class FileTokens:
     """Values of ``RowTokens`` for B completions with N sampled tokens in all, one completion after another."""
 
     ids: Tensor
-    """[N] int32."""
+    """[N] int32, token ids."""
     offsets: Tensor
     """[B + 1] int64: completion b has the tokens offsets[b] to offsets[b + 1] - 1. It has none if dynamic sampling
     dropped it."""
     logprobs: Tensor
-    """[N] fp16, nats."""
+    """[N] fp16, log-probabilities by the trainer in nats."""
     gap: Tensor
-    """[N] fp16, nats."""
+    """[N] fp16, log-probability of the trainer minus that of the sampler, in nats."""
     entropy: Tensor
-    """[N] fp16, nats."""
+    """[N] fp16, entropy of the trainer's distribution in nats."""
     advantages: Tensor
-    """[B] fp32."""
+    """[B] fp32, advantage of each completion."""
     pieces: dict[int, str]
     """Text of each token that occurs, by token id."""
     teacher: Tensor | None = None
-    """[N] fp16, nats; None without a teacher."""
+    """[N] fp16, log-probability of the teacher minus that of the trainer, in nats; None without a teacher."""
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
