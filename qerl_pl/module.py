@@ -254,8 +254,9 @@ class QeRLModule(LightningModule):
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: list[Prompt], batch_idx: int) -> dict[str, Any]:
-        """Do one RL iteration: sample completions, score them, and update the policy. Returns the rollout, its index
-        ("rollout_index"), the report of the update ("update"), and the seconds of each phase, for callbacks."""
+        """Do one RL iteration: sample completions, score them, and update the policy. Returns, for callbacks, a dict
+        with the rollout, its index ("rollout_index"), the report of the update ("update"), and the seconds of each
+        phase."""
         index, watch = self.rollout_index, Stopwatch()
         self._forget_scalars()
         self.start_engine()
@@ -362,7 +363,8 @@ class QeRLModule(LightningModule):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the adapter, what the run started from, its identity, and the optimizer's settings."""
+        """Store in a checkpoint the adapter, the adapter from which the run started, if any, what identifies the run
+        (such as base, adapter settings and seed), and the optimizer's settings."""
         checkpoint["state_dict"] = self.policy.adapter_state()
         if self.policy.start is not None:
             checkpoint["start"] = self.policy.start

@@ -53,8 +53,8 @@ def improve(
     watch: Stopwatch,
     teacher: Teacher | None = None,
 ) -> UpdateReport:
-    """Update the policy on the experience of one rollout: ``num_updates`` epochs, each of ``num_mini_batches``
-    optimizer steps.
+    """Update the policy on the experience of one rollout (its scored completions as tensors): ``num_updates`` passes
+    over it, each of ``num_mini_batches`` optimizer steps.
 
     The old log-probabilities are those of the trainer before its first update on the rollout. They are taken from the
     first update's forward pass, unless there are several mini-batches or the objective needs them before that pass.

@@ -75,7 +75,8 @@ def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, 
 
 
 def gap() -> Pooled:
-    """Create a metric that computes ``objective.correction.mismatch`` over the sampled tokens of all ranks."""
+    """Create a metric that computes statistics of log(p_trainer / p_sampler), in nats, over the sampled tokens of all
+    ranks (``objective.correction.mismatch``)."""
     return Pooled(lambda log_ratio: mismatch(log_ratio)._asdict())
 
 

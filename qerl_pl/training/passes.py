@@ -36,9 +36,9 @@ class UpdateSettings:
     temperature: float = 1.0
     """Sampling temperature, by which the trainer's logits are divided too."""
     num_updates: int = 1
-    """Epochs over the batch."""
+    """Passes of the update over the whole batch (PPO's epochs)."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch, each on a different subset of the prompts, as in PPO."""
+    """Optimizer steps in each of these passes, each on a different subset of the prompts, as in PPO."""
     places: Sequence[int] | None = None
     """Index of each group of this rank in the batch of all ranks; None: rank r of W has r, r + W, r + 2W and so on."""
 
@@ -77,7 +77,9 @@ class TeacherScores(NamedTuple):
 
 
 class Batch:
-    """Experience of one rollout on the policy's device, with what the trainer computes for its tokens."""
+    """Experience of one rollout (its scored completions as tensors) on the policy's device, with what the trainer
+    computes for its tokens: log-probabilities and entropies before the first update, and those of reference and
+    teacher."""
 
     def __init__(self, policy: Policy, experience: Experience, settings: UpdateSettings) -> None:
         device = next(policy.parameters()).device
