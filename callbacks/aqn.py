@@ -32,10 +32,10 @@ class AdaptiveQuantizationNoise(Callback):
             "cosine" or "logarithmic"; "constant" keeps sigma_start.
         per_rank: true draws different noise on every rank, so that a gradient averages over more draws; false draws the
             same noise on all ranks, so that the gradient does not depend on the number of ranks.
-        noise_precision: "float32" computes noisy norms in fp32, so that all of the noise acts. "compute" rounds them to
-            the compute dtype, as other implementations do, and is only for comparisons with these: rounding to bf16
-            removes a part of the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the rms noise that
-            remains).
+        noise_precision: "float32" keeps noisy norm weights in fp32, so that all of the noise acts. "compute" rounds
+            them to the compute dtype, as other implementations do, and is only for comparisons with these: rounding to
+            bf16 removes a part of the noise if sigma is below about 2e-3 (``aqn/sigma_realized`` logs the root mean
+            square of the noise that remains).
 
     Example:
         trainer:

@@ -51,11 +51,11 @@ class SyncCanary(Callback):
     The checks run after each training rollout, before the update, and before each batch of an evaluation:
 
     1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
-       and its norms plus the current noise, exactly in every dtype. With vLLM, the weights of a 4-bit base are compared
-       with the trainer's, too: the first row of each linear layer that vLLM holds dequantised and, where engine and
-       trainer share one copy of a layer's weight, the digest of this copy with that at the start of the run. Layers
-       whose 4-bit weights vLLM holds in another memory order were compared when the engine started. In
-       mixture-of-experts models, experts and routers are compared as well.
+       and its norms plus the current noise; in every dtype, all bits have to be equal. With vLLM, the weights of a
+       4-bit base are compared with the trainer's, too: the first row of each linear layer that vLLM holds dequantised
+       and, where engine and trainer share one copy of a layer's weight, the digest of this copy with that at the start
+       of the run. Layers whose 4-bit weights vLLM holds in another memory order were compared when the engine started.
+       In mixture-of-experts models, experts and routers are compared as well.
     2. Samples with a probe adapter, less often. An engine may hold the right tensors and use cached prefixes of an
        older policy, or leave out the adapter, whose effect is small early in a run. So the engine samples after a text,
        gets a strong random adapter (the probe adapter), and then samples after several beginnings of this text, one

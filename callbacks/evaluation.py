@@ -19,8 +19,9 @@ class EvaluationReport(Callback):
     """Prints the results of an evaluation outside of training and writes them to ``run_dir/evaluation/validate.json``
     or ``test.json``.
 
-    A completion is right if the first of the run's rewards gives it 1. A completion that could not be scored counts as
-    wrong, because leaving it out would make a hard problem look easy; the table has the share of such completions.
+    A completion counts as right if the first reward in ``model.rewards`` gives it 1. A completion that could not be
+    scored counts as wrong, because leaving it out would make a hard problem look easy; the table has the share of such
+    completions.
     """
 
     @override

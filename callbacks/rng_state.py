@@ -16,9 +16,9 @@ class RNGState(Callback):
     resumes.
 
     Lightning's checkpoints hold no random state, and resuming seeds the generators again, so a resumed run would repeat
-    the random numbers of its first steps. The trainer uses generators of its own and does not depend on the global
-    states, but rewards and other code may. Each rank has its own states. If the checkpoint holds none for a rank,
-    because the run had fewer ranks, the rank keeps the states that it started with.
+    the random numbers of its first steps. The trainer uses generators of its own, except for LoRA dropout, which draws
+    from the global ones; rewards and other code may do so, too. Each rank has its own states. If the checkpoint holds
+    none for a rank, because the run had fewer ranks, the rank keeps the states that it started with.
     """
 
     def __init__(self) -> None:
