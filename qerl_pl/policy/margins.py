@@ -73,45 +73,37 @@ def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
     return torch.where(is_audited(logprobs), ratio, 1.0).log()
 
 
-def keyed_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+def keyed_noise(of_rows: Tensor, of_tokens: Tensor) -> Tensor:
     """Compute the Gumbel noise that vLLM 0.32 adds to R rows of logits before it takes the largest: [R, V] fp32.
 
     The noise is -log(-log(1 - u)) for u = (h + 1/2) / 2^32, where h is murmur3's 32-bit hash of four 32-bit words: the
-    two halves of the seed, the position and the token.
-
-    Args:
-        seeds: [R] int64, the seed of each row's request.
-        positions: [R] int64, the position in its sequence, from 0, of the last token before the sampled one.
-        vocabulary: number of tokens, V.
+    two halves of the seed, the position and the token. Its parts that depend only on the row, ``of_rows`` [R]
+    (``row_keys``), and only on the token, ``of_tokens`` [V] (``token_keys``), are arguments, so that a caller with many
+    chunks of rows computes them once.
     """
-    return noise_of(hashed(seeds, positions), token_keys(vocabulary, seeds.device))
-
-
-def hashed(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Compute the part of ``keyed_noise`` that does not depend on the token: the state of the hash after seed and
-    position, [R] int64."""
-    state = torch.zeros_like(seeds)
-    for word in (seeds & WORD, (seeds >> 32) & WORD, positions & WORD):
-        state = _mixed(state, _key(word))
-    return state
-
-
-def token_keys(vocabulary: int, device: torch.device) -> Tensor:
-    """Compute the part of ``keyed_noise`` that depends only on the token: what each token adds to the hash, [V]
-    int64."""
-    return _key(torch.arange(vocabulary, device=device))
-
-
-def noise_of(states: Tensor, keys: Tensor) -> Tensor:
-    """Compute ``keyed_noise`` [R, V] fp32 of rows with the hash states ``states`` [R] (``hashed``) and tokens with the
-    keys ``keys`` [V] (``token_keys``)."""
-    state = _mixed(states[:, None], keys)
+    state = _mixed(of_rows[:, None], of_tokens)
     state ^= 16  # bytes that were hashed
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         state = (state ^ (state >> shift)) * factor & WORD
     state ^= state >> 16
     uniform = (state >> 16).float() * 2.0**-16 + ((state & 0xFFFF).float() + 0.5) * 2.0**-32
     return -(-torch.log1p(-uniform.clamp(max=1 - 2**-24))).log()
+
+
+def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Compute the part of ``keyed_noise`` that does not depend on the token, [R] int64: the state of the hash after
+    seed and position. ``seeds`` [R] int64 are the seeds of the rows' requests, and ``positions`` [R] int64 the
+    positions in their sequences, from 0, of the last token before the sampled one."""
+    state = torch.zeros_like(seeds)
+    for word in (seeds & WORD, (seeds >> 32) & WORD, positions & WORD):
+        state = _mixed(state, _key(word))
+    return state
+
+
+def token_keys(vocabulary: int, device: torch.device | None = None) -> Tensor:
+    """Compute the part of ``keyed_noise`` that depends only on the token: what each of V tokens adds to the hash, [V]
+    int64."""
+    return _key(torch.arange(vocabulary, device=device))
 
 
 def _key(words: Tensor) -> Tensor:

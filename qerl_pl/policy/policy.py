@@ -23,7 +23,7 @@ from qerl_pl.policy.evidence import alternative_logprobs
 from qerl_pl.policy.logprobs import CHUNK_BYTES, Head, fp32_logits, head_of, soft_capped, token_logprobs
 from qerl_pl.policy.lora import LoraSettings, check_targets, peft_config
 from qerl_pl.policy.lora_experts import adapt_experts
-from qerl_pl.policy.margins import hashed, is_audited, margins, noise_of, token_keys
+from qerl_pl.policy.margins import is_audited, keyed_noise, margins, row_keys, token_keys
 from qerl_pl.policy.packing import predicting, shares_prompts
 from qerl_pl.policy.recompute import Recompute, Setting, apply_recompute, ladder, recompute_of
 from qerl_pl.quant.experts import Mixture, Routing, mixtures, packed_experts, use_replay
@@ -306,17 +306,17 @@ class Policy(nn.Module):
         head = self.head(temperature)
         size = max(1, CHUNK_BYTES // (10 * 4 * len(head.weight)))  # ten fp32 tensors of [size, V] at a time
         # Each chunk needs many small kernels, so what does not depend on its logits is computed once for all of them.
-        keys = None if seeds is None else token_keys(len(head.weight), tokens.device)
-        states = torch.zeros_like(row) if seeds is None else hashed(seeds[row], column - 1)
-        of_tokens = (hidden.split(size), tokens[row, column].split(size), states.split(size))
+        of_tokens = None if seeds is None else token_keys(len(head.weight), tokens.device)
+        of_rows = torch.zeros_like(row) if seeds is None else row_keys(seeds[row], column - 1)
+        chunks = (hidden.split(size), tokens[row, column].split(size), of_rows.split(size))
         alternatives, audited = [], []
-        for inputs, targets, hash_states in zip(*of_tokens, strict=True):
+        for inputs, targets, keys in zip(*chunks, strict=True):
             logits = soft_capped(fp32_logits(inputs, head.weight), head.logit_cap) / head.temperature
             alternatives.append(alternative_logprobs(logits, targets, ends))
             audited.append(logits.new_zeros(len(targets)))
-            if keys is not None:
+            if of_tokens is not None:
                 some = is_audited(alternatives[-1][:, 0]).nonzero()[:, 0]  # as a mask, each use would wait for the GPU
-                audited[-1][some] = margins(logits[some], noise_of(hash_states[some], keys), targets[some])
+                audited[-1][some] = margins(logits[some], keyed_noise(keys[some], of_tokens), targets[some])
         return torch.cat(alternatives), torch.cat(audited)
 
     @property

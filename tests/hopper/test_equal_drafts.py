@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.policy.margins import keyed_noise
+from qerl_pl.policy.margins import keyed_noise, row_keys, token_keys
 from tests.kernels.conftest import _uninitialised_memory_is_nan  # noqa: F401
 from tests.reference.equal_drafts import accept as accept_by_loops
 
@@ -59,7 +59,7 @@ class Sampler:
         logits = torch.stack([model(tuple(prefix), way) for prefix, way in zip(prefixes, ways, strict=True)])
         positions = torch.tensor([len(prefix) - 1 for prefix in prefixes])
         positions[1:] -= int(self.noise_shifted)
-        noise = keyed_noise(torch.tensor([way.seed for way in ways]), positions, VOCABULARY)
+        noise = keyed_noise(row_keys(torch.tensor([way.seed for way in ways]), positions), token_keys(VOCABULARY))
         noisy = torch.tensor([way.temperature > 0 for way in ways])
         tokens = (logits + noise * noisy[:, None]).argmax(1)
         scores = logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qerl_pl.policy.jumps import FAR, MAX_FAR_SHARE
-from qerl_pl.policy.margins import chance_of_far, draw_evidence, keyed_noise, margins
+from qerl_pl.policy.margins import chance_of_far, draw_evidence, keyed_noise, margins, row_keys, token_keys
 from tests.interpreter import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,11 +54,13 @@ def test_the_noise_is_the_one_that_vllm_adds(gumbel, vocabulary):
     temperatures, rows = torch.ones(6, device=DEVICE), torch.arange(6, device=DEVICE)
     settings = {"apply_temperature": False, "is_drafting": False}
     sampled = gumbel.gumbel_sample(logits, rows, temperatures, seeds, positions, **settings)
-    assert margins(logits, keyed_noise(seeds, positions, vocabulary), sampled).max() < 1e-5
+    noise = keyed_noise(row_keys(seeds, positions), token_keys(vocabulary, seeds.device))
+    assert margins(logits, noise, sampled).max() < 1e-5
 
 
 def test_the_noise_has_gumbels_distribution_and_is_independent():
-    noise = keyed_noise(torch.arange(40).repeat_interleave(50), torch.arange(50).repeat(40), 100).double()
+    keys = row_keys(torch.arange(40).repeat_interleave(50), torch.arange(50).repeat(40))
+    noise = keyed_noise(keys, token_keys(100)).double()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
     assert noise.var().item() == pytest.approx(1.6449, abs=0.03)
     by_key = noise.reshape(40, 50, 100)
@@ -81,7 +83,7 @@ MISTAKES = {
 
 def logits_and_noise() -> tuple[torch.Tensor, torch.Tensor]:
     logits = 2 * torch.randn(400, 300, generator=torch.Generator().manual_seed(1))
-    return logits, keyed_noise(SEEDS, POSITIONS, 300)
+    return logits, keyed_noise(row_keys(SEEDS, POSITIONS), token_keys(300))
 
 
 def test_margins_are_the_definitions():
@@ -113,7 +115,7 @@ def test_the_chance_of_a_far_margin_is_that_of_independent_noise():
     chance = chance_of_far(logits.log_softmax(1).gather(1, targets[:, None])[:, 0])
     far = torch.zeros(400)
     for seed in range(200):
-        noise = keyed_noise(SEEDS + 1000 * (seed + 1), POSITIONS, 300)
+        noise = keyed_noise(row_keys(SEEDS + 1000 * (seed + 1), POSITIONS), token_keys(300))
         far += margins(logits, noise, targets) > math.log(FAR)
     for part in (slice(0, 100), slice(100, 400)):
         assert far[part].mean().item() / 200 == pytest.approx(chance[part].mean().item(), rel=0.05)
@@ -132,7 +134,7 @@ def test_evidence_of_draws_has_mean_1_at_the_share_that_is_assumed_and_less_belo
 def test_evidence_of_draws_tells_independent_noise_from_the_keyed_one(error):
     logits, noise = logits_and_noise()
     logits *= 3  # half of the tokens are nearly certain
-    other = keyed_noise(SEEDS + 1, POSITIONS, 300)
+    other = keyed_noise(row_keys(SEEDS + 1, POSITIONS), token_keys(300))
     wrong = logits + error * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     right, faulty = (
         draw_evidence(margins(logits, noise, sampled), logits.log_softmax(1).gather(1, sampled[:, None])[:, 0])

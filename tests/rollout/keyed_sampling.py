@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Callback
 
-from qerl_pl.policy.margins import keyed_noise
+from qerl_pl.policy.margins import keyed_noise, row_keys, token_keys
 from qerl_pl.rollout.vllm import VLLMEngine, worker
 from tests.reference.equal_drafts import accept as accept_by_loops
 
@@ -69,7 +69,8 @@ def keyed_sampling(engine: VLLMEngine, accept: Callable[..., Any] = accept_by_lo
         logits = logits.float() / torch.tensor([[way.temperature or 1] for way in ways])
         for row, way in zip(logits, ways, strict=True):
             limit(row, way)
-        noise = keyed_noise(torch.tensor([way.seed for way in ways]), runner.positions[rows], logits.shape[1])
+        keys = row_keys(torch.tensor([way.seed for way in ways]), runner.positions[rows])
+        noise = keyed_noise(keys, token_keys(logits.shape[1]))
         noise[torch.tensor([way.temperature == 0 for way in ways])] = 0
         sampled = (logits + noise).argmax(1)
         starts = torch.tensor([0, *counts]).cumsum(0).int()

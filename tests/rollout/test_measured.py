@@ -10,7 +10,7 @@ from qerl_pl.common.types import Completion, Prompt
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import ALTERNATIVES, SHARES
 from qerl_pl.policy.lora import LoraSettings
-from qerl_pl.policy.margins import keyed_noise
+from qerl_pl.policy.margins import keyed_noise, row_keys, token_keys
 from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.rewards.base import RewardTable
 from qerl_pl.rollout.common import request_seeds, with_due_seeds
@@ -84,7 +84,8 @@ def by_keyed_noise(policy: Policy, seeds: list[int], *, num_tokens: int) -> list
     tokens = torch.tensor([PROMPT] * len(seeds))
     for position in range(len(PROMPT) - 1, len(PROMPT) - 1 + num_tokens):
         logits = policy.causal_lm(tokens).logits[:, -1].detach().float() / 0.7
-        noise = keyed_noise(torch.tensor(seeds), torch.full((len(seeds),), position), logits.shape[1])
+        keys = row_keys(torch.tensor(seeds), torch.full((len(seeds),), position))
+        noise = keyed_noise(keys, token_keys(logits.shape[1]))
         tokens = torch.cat([tokens, (logits + noise).argmax(1)[:, None]], dim=1)
     return [tuple(row) for row in tokens[:, len(PROMPT) :].tolist()]
 
