@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from qerl_pl.common import ranks
-from qerl_pl.common.types import Completion
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.evidence import in_shares
 from qerl_pl.policy.margins import draw_evidence, is_audited
 from qerl_pl.policy.policy import Policy
 from qerl_pl.policy.shaken import shaken
+from qerl_pl.rollout.choice import choose
 from qerl_pl.rollout.common import passes, row_of_each_token
 from qerl_pl.rollout.comparison import trainers_engine
 from qerl_pl.rollout.scored import ScoredBatch
@@ -63,29 +63,19 @@ def measure_some(
     (``evidence.ALTERNATIVES``), and, if completions have seeds, the margins of their tokens (``policy.margins``). Every
     rank must call this function, because it adds up values of all ranks.
 
-    ``max_tokens`` limits the tokens of the distinct chosen rows, prompts included, of all ranks together; each rank may
-    exceed its share by at most one completion. If ``other_rounding``, log-probabilities are computed a second time,
-    with random rounding errors added (``policy.shaken``).
+    ``max_tokens`` is the argument of ``choose``; equal rows are computed once. If ``other_rounding``, log-probabilities
+    are computed a second time, with random rounding errors added (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)
-    limit, places, which, total = max_tokens / ranks.num_ranks(), [], [], 0
-    distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # equal rows are computed once
-    firsts: list[Completion] = []  # the first completion of each distinct row
-    for row in torch.randperm(len(batch.completions), generator=generator).tolist():
-        both = (batch.prompts[row].tokens, batch.completions[row].tokens)
-        if both not in distinct:
-            firsts.append(batch.completions[row])
-            total += len(both[0]) + len(both[1])
-        places.append(row)
-        which.append(distinct.setdefault(both, len(distinct)))
-        if total >= limit:
-            break
+    choice = choose(batch, torch.randperm(len(batch.completions), generator=generator).tolist(), max_tokens)
+    distinct = [choice.rows[place] for place in choice.firsts]
+    prompts, firsts = [batch.prompts[row].tokens for row in distinct], [batch.completions[row] for row in distinct]
     keys = [first.seed for first in firsts if first.seed is not None]
     seeds = torch.tensor(keys, dtype=torch.int64) if len(keys) == len(firsts) else None
     logprobs_of, margins_of, shaken_of = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     device = policy.causal_lm.device
     with trainers_engine(policy, noise, max_model_len=max_model_len) as oracle, oracle.sampled_as() as sampled_as:
-        for part in passes([prompt for prompt, _ in distinct], firsts, micro_batch_tokens, device):
+        for part in passes(prompts, firsts, micro_batch_tokens, device):
             inputs, how = (part.tokens, part.mask), {"temperature": temperature, "routes": part.routes}
             seeds_of_rows = None if seeds is None else seeds[part.rows].to(device)
             logprobs, margins = sampled_as(*inputs, **how, seeds=seeds_of_rows)
@@ -95,13 +85,13 @@ def measure_some(
                 with shaken(policy.causal_lm, policy.dtype, seed=seed):
                     logprobs, _ = sampled_as(*inputs, **how)
                 shaken_of.update(zip(part.rows, logprobs[:, 0].double().cpu().split(part.lengths), strict=True))
-    chosen = [batch.completions[row] for row in places]
+    chosen = [batch.completions[row] for row in choice.rows]
     sampler = torch.tensor([value for row in chosen for value in row.logprobs], dtype=torch.float64)
     rows = row_of_each_token(chosen)
     reported = sampler.new_zeros(len(chosen)).index_add(0, rows, sampler)
-    under_others = torch.stack([logprobs_of[place][:, 1:].sum(dim=0) for place in which])  # [rows, K]
-    trainer = torch.cat([logprobs_of[place][:, 0] for place in which])
-    others = torch.cat([shaken_of[place] for place in which]) if other_rounding else sampler[:0]
+    under_others = torch.stack([logprobs_of[place][:, 1:].sum(dim=0) for place in choice.which])  # [rows, K]
+    trainer = torch.cat([logprobs_of[place][:, 0] for place in choice.which])
+    others = torch.cat([shaken_of[place] for place in choice.which]) if other_rounding else sampler[:0]
     # margins count once for each distinct row
     once = range(len(firsts))
     own, margins = (torch.cat([values[place] for place in once]) for values in (logprobs_of, margins_of))
@@ -112,4 +102,4 @@ def measure_some(
         torch.tensor(ranks.gather_values(in_shares(values).tolist()), dtype=torch.float64).sum(dim=0)
         for values in ((under_others - reported.unsqueeze(1)).T, drawn[None])
     )
-    return Measured(trainer, sampler, others, rows, evidence, places, margins[audited], draws)
+    return Measured(trainer, sampler, others, rows, evidence, choice.rows, margins[audited], draws)

@@ -27,6 +27,7 @@ from qerl_pl.policy.other_policy import (
     token_evidence,
 )
 from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.choice import choose
 from qerl_pl.rollout.common import PEFT_PREFIX, different, passes, row_of_each_token, trained_norms
 from qerl_pl.rollout.measured import Measured
 from qerl_pl.rollout.scored import ScoredBatch
@@ -81,9 +82,9 @@ def measure_others(
             previous call); ``STRONGEST`` for policies without one.
         temperature: the sampling temperature.
         micro_batch_tokens: largest number of tokens in one forward pass.
-        max_tokens: limit on the tokens, prompts included, of all ranks together.
+        max_tokens: limit on the tokens of these completions, as in ``choose``.
     """
-    places = _distinct(batch, measured, max_tokens / ranks.num_ranks())
+    places = choose(batch, measured.chosen, max_tokens).firsts
     chosen = [measured.chosen[place] for place in places]
     texts = [(batch.prompts[row].tokens, batch.completions[row].tokens) for row in chosen]
     rows = row_of_each_token([batch.completions[row] for row in chosen])
@@ -114,22 +115,6 @@ def measure_others(
         change, gap, parts[name] = means.tolist()
         following[name] = next_strength(strengths.get(name, STRONGEST), change, gap)
     return Others(total, following, parts)
-
-
-def _distinct(batch: ScoredBatch, measured: Measured, limit: float) -> list[int]:
-    """Return the positions in ``measured.chosen`` of the first distinct completions, up to ``limit`` tokens or one
-    completion more."""
-    seen, places, total = set[tuple[tuple[int, ...], tuple[int, ...]]](), [], 0
-    for place, row in enumerate(measured.chosen):
-        both = (batch.prompts[row].tokens, batch.completions[row].tokens)
-        if both in seen:
-            continue
-        seen.add(both)
-        places.append(place)
-        total += len(both[0]) + len(both[1])
-        if total >= limit:
-            break
-    return places
 
 
 def _others(

@@ -1,0 +1,36 @@
+"""Choose the completions of a rollout that the trainer's model scores, of equal ones only one."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from qerl_pl.common import ranks
+from qerl_pl.rollout.scored import ScoredBatch
+
+
+class Choice(NamedTuple):
+    """N chosen rows of a batch (prompts with one completion each), of which D are distinct."""
+
+    rows: list[int]
+    """[N] indices in the batch."""
+    which: list[int]
+    """[N] for each chosen row, the index in ``firsts`` of the distinct row that it equals."""
+    firsts: list[int]
+    """[D] for each distinct row, the index in ``rows`` of the first one that equals it."""
+
+
+def choose(batch: ScoredBatch, order: Iterable[int], max_tokens: int) -> Choice:
+    """Choose the first rows of a batch, given its indices in the order of preference. ``max_tokens`` limits the tokens
+    of distinct rows, prompts included, of all ranks together; each rank may exceed its share by at most one row."""
+    limit, total, choice = max_tokens / ranks.num_ranks(), 0, Choice([], [], [])
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for row in order:
+        both = (batch.prompts[row].tokens, batch.completions[row].tokens)
+        if both not in known:
+            known[both] = len(known)
+            choice.firsts.append(len(choice.rows))
+            total += len(both[0]) + len(both[1])
+        choice.rows.append(row)
+        choice.which.append(known[both])
+        if total >= limit:
+            break
+    return choice
