@@ -77,13 +77,13 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     above_one = [total(q * root) for root in reversed(roots)]
     square = q.square()
     above_one += [total(square), total(square.square())]
-    constants = _constants(q.dtype, q.device)
-    tempered = constants.powers * log_q_target - torch.cat(below_one + above_one, dim=1).log()
+    powers, nuclei, log_odds, odds_less_one = _constants(q.dtype, q.device)
+    tempered = powers * log_q_target - torch.cat(below_one + above_one, dim=1).log()
     # Place the probabilities of all tokens end to end on [0, 1] in descending order; the target's probability then
     # occupies the interval [likelier, at_least]. Tokens of equal q share one interval evenly.
     likelier, at_least = (total(q.where(mask, 0)) for mask in (log_q > log_q_target, log_q >= log_q_target))
     width = (at_least - likelier).clamp(min=torch.finfo(q.dtype).tiny)
-    inside = ((constants.nuclei - likelier) / width).clamp(0, 1).split(1, dim=1)
+    inside = ((nuclei - likelier) / width).clamp(0, 1).split(1, dim=1)
     # CUDA divides by numbers otherwise than by a tensor of these numbers
     in_nuclei = torch.cat([part / mass for part, mass in zip(inside, NUCLEI, strict=True)], dim=1)
     largest = log_q.topk(min(max(TOPS), log_q.shape[1]), dim=1).values
@@ -92,25 +92,17 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     in_tops = (log_q_target >= torch.cat(least, dim=1)) / torch.cat(kept, dim=1)
     cut = log_q_target + (OUTSIDE + (1 - OUTSIDE) * torch.cat([in_nuclei, in_tops], dim=1)).log()
     at_end, mass = torch.isin(targets, ends).unsqueeze(1), total(q[:, ends])
-    ended = log_q_target + at_end * constants.log_odds - (constants.odds_less_one * mass).log1p()
+    ended = log_q_target + at_end * log_odds - (odds_less_one * mass).log1p()
     mixed = ((1 - RANDOM) * log_q_target.exp() + RANDOM / q.shape[1]).log()
     return torch.cat([log_q_target, tempered, cut, ended, mixed], dim=1)
 
 
-class _Constants(NamedTuple):
-    """Numbers of the alternatives as tensors, on the device of the logits."""
-
-    powers: Tensor
-    nuclei: Tensor
-    log_odds: Tensor
-    odds_less_one: Tensor
-
-
 @cache
-def _constants(dtype: torch.dtype, device: torch.device) -> _Constants:
+def _constants(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return as tensors the powers, the nuclei, the logarithms of the odds of the end tokens, and these odds less 1."""
     odds = torch.tensor(END_ODDS, dtype=torch.float64, device="cpu")
-    numbers = (POWERS, dtype), (NUCLEI, dtype), (list(map(math.log, END_ODDS)), torch.float32), (odds - 1, dtype)
-    return _Constants(*(torch.as_tensor(values, dtype=of, device=device) for values, of in numbers))
+    powers, nuclei, less_one = (torch.as_tensor(of, dtype=dtype, device=device) for of in (POWERS, NUCLEI, odds - 1))
+    return powers, nuclei, torch.tensor(list(map(math.log, END_ODDS)), dtype=torch.float32, device=device), less_one
 
 
 def in_shares(evidence: Tensor) -> Tensor:
