@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from scipy.stats import ttest_ind
@@ -16,27 +16,18 @@ ROUNDING = 1e-6
 """Relative difference up to which means of fp32 numbers count as equal."""
 
 
-class Jump(NamedTuple):
-    """Comparison of a value with earlier values."""
-
-    ratio: float
-    """Current value divided by the median of the earlier values."""
-    sigmas: float
-    """Difference between the logarithms of the two, in robust standard deviations (from the median absolute
-    deviation)."""
-
-
-def jump(value: float, history: Sequence[float], *, floor: float) -> Jump:
-    """Compare a positive value of this rollout with those of earlier rollouts in ``history``, by the median and the
-    median absolute deviation of their logarithms. Values below ``floor`` are raised to it. The ratio is 1 and the
-    distance 0 if there are fewer than two earlier values."""
+def jump(value: float, history: Sequence[float], *, floor: float) -> tuple[float, float]:
+    """Compare a positive value of this rollout with the median of those of earlier rollouts, ``history``. Values below
+    ``floor`` are raised to it. Returns the ratio of the value to the median, and the difference between the logarithms
+    of the two in robust standard deviations (from the median absolute deviation of the logarithms). The ratio is 1 and
+    the difference 0 if there are fewer than two earlier values."""
     if len(history) < 2:
-        return Jump(1.0, 0.0)
+        return 1.0, 0.0
     logs = torch.tensor([value, *history], dtype=torch.float64).clamp(min=floor).log()
     median = logs[1:].quantile(0.5)
     spread = 1.4826 * (logs[1:] - median).abs().quantile(0.5)
     distance = logs[0] - median
-    return Jump(distance.exp().item(), (distance / spread.clamp(min=0.1)).item())  # 10 %: few values estimate it badly
+    return distance.exp().item(), (distance / spread.clamp(min=0.1)).item()  # 10 %: few values estimate it badly
 
 
 def change(now: Sequence[float], before: Sequence[float]) -> float:
