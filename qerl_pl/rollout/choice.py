@@ -25,12 +25,11 @@ def choose(batch: ScoredBatch, order: Iterable[int], max_tokens: int) -> Choice:
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for row in order:
         both = (batch.prompts[row].tokens, batch.completions[row].tokens)
-        if both not in known:
-            known[both] = len(known)
+        if (which := known.setdefault(both, len(known))) == len(choice.firsts):  # not chosen before
             choice.firsts.append(len(choice.rows))
             total += len(both[0]) + len(both[1])
         choice.rows.append(row)
-        choice.which.append(known[both])
+        choice.which.append(which)
         if total >= limit:
             break
     return choice

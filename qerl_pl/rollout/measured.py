@@ -93,8 +93,7 @@ def measure_some(
     trainer = torch.cat([logprobs_of[place][:, 0] for place in choice.which])
     others = torch.cat([shaken_of[place] for place in choice.which]) if other_rounding else sampler[:0]
     # margins count once for each distinct row
-    once = range(len(firsts))
-    own, margins = (torch.cat([values[place] for place in once]) for values in (logprobs_of, margins_of))
+    own, margins = (torch.cat([of[place] for place in range(len(firsts))]) for of in (logprobs_of, margins_of))
     audited = is_audited(own[:, 0]) & (seeds is not None)
     of_tokens = audited * draw_evidence(margins, own[:, 0])
     drawn = own.new_zeros(len(firsts)).index_add(0, row_of_each_token(firsts), of_tokens)
