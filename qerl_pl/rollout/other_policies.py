@@ -35,7 +35,12 @@ from qerl_pl.rollout.scored import ScoredBatch
 WITHOUT_ADAPTER = "without the adapter"
 OF_BEFORE = "with the adapter of the rollout before"
 WITHOUT_NOISE = "without the noise on the norms"
-OTHER_POLICIES = (WITHOUT_ADAPTER, OF_BEFORE, WITHOUT_NOISE)
+OTHER_POLICIES = {
+    WITHOUT_ADAPTER: "evidence/part_without_adapter",
+    OF_BEFORE: "evidence/part_of_rollout_before",
+    WITHOUT_NOISE: "evidence/part_without_noise",
+}
+"""Names of the policies, and those under which is logged which fraction of their effect the engine's errors contain."""
 
 
 class Others(NamedTuple):
@@ -73,15 +78,10 @@ def measure_others(
     several completions have after the same preceding tokens counts once.
 
     Args:
-        policy: the current policy.
-        batch: this rank's rollout.
-        measured: what ``measure_some`` measured of this rollout.
-        noise: the rollout's noise on norm weights.
+        measured: what ``measure_some`` returned for this rollout.
         before: the adapter of the previous rollout; None if it is not known.
         strengths: multiples of the distance to each policy by which weights are moved (``Others.strengths`` of the
             previous call); ``STRONGEST`` for policies without one.
-        temperature: the sampling temperature.
-        micro_batch_tokens: largest number of tokens in one forward pass.
         max_tokens: limit on the tokens of these completions, as in ``choose``.
     """
     places = choose(batch, measured.chosen, max_tokens).firsts
@@ -92,7 +92,7 @@ def measure_others(
     trainer, sampler = measured.trainer[of_rows], measured.sampler[of_rows]
     counted = torch.tensor(list(chain.from_iterable(is_first(texts)))) & (trainer < math.log(MOST_CERTAIN))
     error, scale = sampler - trainer, rounding_scale(trainer, sampler)
-    evidence = error.new_zeros(len(OTHER_POLICIES), len(texts))
+    evidence = {name: error.new_zeros(len(texts)) for name in OTHER_POLICIES}
     # by policy: differences between the moved policies, and between engine and trainer, and ``other_policy.part``
     numbers: dict[str, tuple[float, float, float]] = {}
     for name, other in _others(policy, noise, before).items():
@@ -102,11 +102,11 @@ def measure_others(
             with _moved(policy, other, noise, by=by):
                 ends.append(_logprobs(policy, batch, chosen, temperature, micro_batch_tokens))
         change = effect(*ends, strength=strength)
-        evidence[OTHER_POLICIES.index(name)].index_add_(0, rows, token_evidence(error, change, scale) * counted)
+        evidence[name].index_add_(0, rows, token_evidence(error, change, scale) * counted)
         gaps = (logit_gap(*ends).mean().item(), logit_gap(trainer, sampler).mean().item())
         numbers[name] = (*gaps, part(error[counted], change[counted], scale[counted]))
     tested = torch.tensor([name in numbers for name in OTHER_POLICIES], dtype=torch.float64)
-    shares = in_shares(evidence).reshape(-1, len(OTHER_POLICIES)) * tested  # exactly 0 for the others
+    shares = in_shares(torch.stack([*evidence.values()])).reshape(-1, len(evidence)) * tested  # exactly 0 for others
     of_ranks = ranks.gather_values((shares.flatten().tolist(), numbers))
     total = torch.tensor([values for values, _ in of_ranks], dtype=torch.float64).sum(dim=0)
     following, parts = dict(strengths), dict[str, float]()

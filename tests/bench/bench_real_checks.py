@@ -28,9 +28,9 @@ import torch
 import yaml
 
 from callbacks.gradient_guard import GradientGuard
-from callbacks.rollout_evidence import FLOORS
 from qerl_pl.policy.policy import DTYPES
 from qerl_pl.results.curves import Curve, read_curves
+from qerl_pl.rollout.gaps import FLOORS
 from tests.bench.harness import DTYPE, ROOT, emit, parser_with
 from tests.bench.noted import jumps
 from tests.correctness.faults import ENGINES, GPU_MEMORY, aqn, every_check, heard_in, sources

@@ -10,9 +10,10 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 
-from callbacks import rollout_evidence as evidence
+from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.policy.jumps import jump
 from qerl_pl.results.curves import Curve
+from qerl_pl.rollout import gaps
 
 START, VALIDATION, HOST = "bench/start_s", "bench/validation_s", "bench/host_bytes"
 
@@ -57,7 +58,7 @@ def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[fl
     limits. The list is empty if the run logged no such curve."""
     if f"evidence/{name}" not in curves:
         return []
-    guard, curve, sigma = evidence.RolloutEvidence(), curves[f"evidence/{name}"], curves.get("aqn/sigma")
+    guard, curve, sigma = RolloutEvidence().limits, curves[f"evidence/{name}"], curves.get("aqn/sigma")
     noisy = {step for step, value in zip(sigma.steps, sigma.values, strict=True) if value > 0} if sigma else set()
     values = [
         value
@@ -66,9 +67,9 @@ def jumps(curves: Mapping[str, Curve], name: str, dtype: torch.dtype) -> list[fl
     ]
     kind = name.removesuffix("_of_all")
     floor, limit = (
-        evidence.GAP_FLOOR[dtype] * evidence.FLOORS[kind],
-        (guard.max_jump or math.inf) * evidence.JUMPS[kind],
+        gaps.GAP_FLOOR[dtype] * gaps.FLOORS[kind],
+        (guard.max_jump or math.inf) * gaps.JUMPS[kind],
     )
     compared = [jump(value, values[max(0, at - guard.window) : at], floor=floor) for at, value in enumerate(values)]
-    rows = [(ratio, sigmas, min(ratio / limit, sigmas / evidence.SURE_SIGMAS)) for ratio, sigmas in compared]
+    rows = [(ratio, sigmas, min(ratio / limit, sigmas / gaps.SURE_SIGMAS)) for ratio, sigmas in compared]
     return [max(column) for column in zip(*rows, strict=True)]

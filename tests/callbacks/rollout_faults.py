@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from callbacks.rollout_evidence import GAP_FLOOR
 from qerl_pl.common.types import Completion
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import Sampling
+from qerl_pl.rollout.gaps import GAP_FLOOR
 from tests.callbacks.faults import FAULTS, Instead
 
 Fault = Callable[[Any, Policy], Any]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import train
-from callbacks import rollout_evidence
 from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.checkpoint import read_checkpoint, write_checkpoint
 from qerl_pl.common.checks import EXIT_STATUS, CheckFailed
@@ -22,6 +21,7 @@ from qerl_pl.policy.evidence import ALTERNATIVES, SHARES, accumulated, log_false
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rewards.base import WeightedReward, score_rewards
 from qerl_pl.rewards.calling import Progress
+from qerl_pl.rollout import gaps
 from qerl_pl.rollout.other_policies import OTHER_POLICIES
 from qerl_pl.rollout.readings import have_own_rewards, lengths_and_means
 from qerl_pl.rollout.scored import ScoredBatch
@@ -146,7 +146,7 @@ def test_a_gap_that_jumps_stops_and_below_the_bound_of_the_yaml_warns(run, tmp_p
 
 @pytest.mark.slow
 def test_a_gap_that_rounding_errors_explain_is_no_jump(run, short, tmp_path, monkeypatch, recwarn):
-    monkeypatch.setitem(rollout_evidence.GAP_FLOOR, torch.float32, 1e-9)
+    monkeypatch.setitem(gaps.GAP_FLOOR, torch.float32, 1e-9)
     shutil.copytree(short, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "checkpoints" / "last.ckpt"
     checkpoint = read_checkpoint(file, "cpu")
@@ -275,7 +275,7 @@ def test_noise_that_the_engine_rightly_has_stops_no_run(run, tmp_path, monkeypat
     monkeypatch.setattr(jumps, "FAR", 1.001)  # noise changes this model's probabilities by less than the usual factor
     run("fit", tmp_path, *SHORT)
     curves = read_curves(tmp_path)
-    assert max(curves["evidence/far_share_of_all"].values) > rollout_evidence.MAX_FAR_SHARE, "trainer without noise"
+    assert max(curves["evidence/far_share_of_all"].values) > jumps.MAX_FAR_SHARE, "trainer without noise"
     assert max(curves["evidence/far_share"].values) == 0, "trainer with the engine's noise"
 
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from callbacks.rollout_evidence import JUMPS, RolloutEvidence
+from callbacks.rollout_evidence import RolloutEvidence
 from qerl_pl.policy.other_policy import MOST_CERTAIN, TOLERATED
+from qerl_pl.rollout.gaps import JUMPS
 from tests.bench.report import RESULTS, ROOT, Line, table
 from tests.correctness.gaps import CAUSES, STAGES
 
@@ -126,7 +127,7 @@ def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
     """Make the values that are filled into docs/correctness.md about sudden increases of the difference between trainer
     and sampler in runs of pretrained policies without a fault: for each measure of a rollout's difference, the largest
     ratio to the median of recent rollouts, and the ratio above which a run stops."""
-    of_stops = {kind: (RolloutEvidence().max_jump or math.inf) * JUMPS[kind] for kind in JUMPS}
+    of_stops = {kind: (RolloutEvidence().limits.max_jump or math.inf) * JUMPS[kind] for kind in JUMPS}
 
     def largest(kind: str) -> str:
         return f"{max(line['jumps'][kind + rows][0] for line in lines for rows in ('', '_of_all')):.2f}"

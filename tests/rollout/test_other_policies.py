@@ -91,7 +91,7 @@ def test_the_policy_of_a_quarter_of_the_rows_is_named_and_a_right_engine_is_not_
         assert log_false_alarm(evidence) > math.log(0.1)
         return
     assert log_false_alarm(evidence) < math.log(1e-6)
-    assert OTHER_POLICIES[int(evidence.argmax()) % len(OTHER_POLICIES)] == name
+    assert [*OTHER_POLICIES][int(evidence.argmax()) % len(OTHER_POLICIES)] == name
 
 
 def test_a_policy_that_does_not_differ_gives_exactly_no_evidence_and_costs_no_pass(policy):
