@@ -62,6 +62,23 @@ def test_no_product_of_this_rank_has_a_smaller_output_error(shape, rank):
     assert output_error(residual - b.double() @ a.double(), inputs) == pytest.approx(least, rel=1e-5, abs=1e-11 * most)
 
 
+@pytest.mark.parametrize("spread", [0.0, 1.5], ids=["equal channels", "outlier channels"])
+@pytest.mark.parametrize("shape", [(72, 90), (90, 72)])
+def test_large_matrices_leave_hardly_more_than_the_least_error(shape, spread):
+    """Matrices with both sides above 4 (2 rank + 10) get approximate directions. A residual of independent values whose
+    inputs have equal mean squares has the least separate singular values, and so the worst approximation."""
+    generator = torch.Generator().manual_seed(0)
+    residual = torch.randn(shape, dtype=torch.float64, generator=generator)
+    scales = (spread * torch.randn(shape[1], dtype=torch.float64, generator=generator)).exp()
+    inputs = scales * torch.randn(200, shape[1], dtype=torch.float64, generator=generator)
+    a, b = residual_factors(residual, moment_of(inputs), 3, generator=generator)
+    assert min(shape) > 4 * (2 * 3 + 10)
+    least = torch.linalg.svdvals(inputs @ residual.T)[3:].square().sum().item() / len(inputs)
+    left = output_error(residual - b.double() @ a.double(), inputs)
+    assert least * (1 - 1e-6) <= left <= least * (1.01 if spread == 0 else 1.0001)
+    torch.testing.assert_close(a.norm(dim=1), b.norm(dim=0))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_identity_moments_give_the_plain_singular_value_decomposition(shape):
     residual, _ = drawn(shape)
