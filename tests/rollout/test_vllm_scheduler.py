@@ -239,3 +239,27 @@ def test_experts_are_known_of_requests_that_end_while_they_are_preempted(core, m
     for name, tokens in played.tokens.items():
         expected = range(lengths[name] + len(tokens) - 1)
         assert routes[name.partition("-")[0]].flatten().tolist() == list(expected)
+
+
+def test_waiting_requests_start_several_at_a_time(core):
+    """Of 64 places for running requests, four are free before waiting ones start. So few steps compute prompts, hardly
+    any place is empty, and every request gets its tokens."""
+    steps, prompt_steps, tokens = {}, {}, {}
+    for is_lean in (False, True):
+        scheduler = make_scheduler(core, num_blocks=4000)
+        scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = 64
+        scheduler.is_lean, steps[is_lean], prompt_steps[is_lean] = is_lean, 0, 0
+        played = Played(scheduler, 0, seed=0)
+        for _ in range(300):
+            played.add()
+        while scheduler.has_unfinished_requests():
+            played.step()
+            steps[is_lean] += 1
+            prompt_steps[is_lean] += bool(played.ahead[-1].scheduled_new_reqs)
+        while played.ahead:
+            played.answer(played.ahead.popleft())
+        tokens[is_lean] = played.tokens
+    assert tokens[True] == tokens[False]
+    assert len(tokens[True]) == 300
+    assert prompt_steps[True] < 0.5 * prompt_steps[False]
+    assert steps[True] <= 1.1 * steps[False]

@@ -26,6 +26,7 @@ from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 from qerl_pl.rollout.vllm.routes import RouteRecorder
 
 T = TypeVar("T")
+START_SHARE = 16  # waiting requests start together when one place in so many is free
 
 
 class RolloutScheduler(AsyncScheduler):
@@ -34,8 +35,10 @@ class RolloutScheduler(AsyncScheduler):
     to vLLM's code.
 
     If ``is_lean``, steps in which all requests decode are scheduled by simpler code of this class, and a request's
-    tokens are kept until the request ends, instead of making an output object of every token. All other requests and
-    steps are left to vLLM's code.
+    tokens are kept until the request ends, instead of making an output object of every token. Waiting requests start
+    when a sixteenth of the places for running requests is free. vLLM would start one as soon as another ends; with many
+    waiting requests nearly every step would then compute a prompt, and such a step runs in many small CUDA graphs
+    instead of one. All other requests and steps are left to vLLM's code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,12 +111,13 @@ class RolloutScheduler(AsyncScheduler):
 
     def _decoding_step(self) -> SchedulerOutput | None:
         """Schedule one token for each running request; None if vLLM's own code has to schedule the step, that is,
-        unless ``is_lean`` is set, all running requests decode without drafts, no waiting request can start, and the KV
+        unless ``is_lean`` is set, all running requests decode without drafts, no waiting request starts now, and the KV
         cache has a free block for each."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
-        if self.waiting and len(running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs:
+        free = self.max_num_active_reqs - len(running) - self.num_waiting_for_streaming_input
+        if self.waiting and free >= max(1, self.max_num_active_reqs // START_SHARE):
             return None
         if not running or manager.block_pool.get_num_free_blocks() < len(running):
             return None
