@@ -23,6 +23,8 @@ CONTEXT = 1 * 2**30
 GRAPHS_PER_LAYER = 20 * 2**20
 """Bytes that vLLM's CUDA graphs take per decoder block. With speculative decoding, they take this once for each number
 of drafted tokens for which vLLM captures graphs."""
+GRAPHS_PER_COUNT = 1 * 2**20
+"""Bytes of the further CUDA graphs of decoding steps (``hopper/decoding_graphs.py``) for one number of sequences."""
 FRAGMENTATION = 0.05
 """Bytes lost to fragmentation in torch's allocator, as a share of the bytes of tensors that exist only during a forward
 or backward pass."""
@@ -284,11 +286,11 @@ def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -
 
 
 def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int:
-    """Return the bytes that vLLM keeps even while it sleeps: the model's CUDA graphs; two fp32 copies of the logits of
-    up to ``GRAPH_SEQUENCES`` sequences, which the graphs of decoding steps keep; and, for each sequence, an int32 and a
-    bit per token of the vocabulary for repetition penalties. With speculative decoding, vLLM also has a set of graphs
-    for each number of drafted tokens, logits for each of these, and the tokens of all sequences, up to ``length`` int32
-    each, in which it looks for drafts.
+    """Return the bytes that vLLM keeps even while it sleeps: the model's CUDA graphs; those of decoding steps of up to
+    ``GRAPH_SEQUENCES`` sequences, with two fp32 copies of the logits of that many sequences; and, for each sequence, an
+    int32 and a bit per token of the vocabulary for repetition penalties. With speculative decoding, vLLM also has a set
+    of graphs for each number of drafted tokens, logits for each of these, and the tokens of all sequences, up to
+    ``length`` int32 each, in which it looks for drafts.
     """
     num_seqs = engine.max_num_seqs
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
@@ -297,7 +299,8 @@ def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int
         sets += len(DRAFTS_BY_SEQUENCES)
         rows = max(rows, *(min(num_seqs, most) * (1 + drafts) for most, drafts in DRAFTS_BY_SEQUENCES))
         counts += num_seqs * 4 * length
-    graphs = sets * GRAPHS_PER_LAYER * shape.num_layers + 2 * 4 * shape.vocabulary * min(rows, GRAPH_SEQUENCES)
+    rows = min(rows, GRAPH_SEQUENCES)
+    graphs = sets * GRAPHS_PER_LAYER * shape.num_layers + rows * (GRAPHS_PER_COUNT + 2 * 4 * shape.vocabulary)
     return counts + (0 if engine.enforce_eager else graphs)
 
 

@@ -81,10 +81,6 @@ def measure(args: argparse.Namespace) -> None:
     kernels = engine._call(linear_kernels)
     assert ("NativeLinear" in kernels) == (kernel == "native"), kernels
     shape = {"model": args.size, "base": args.base, "rank": args.rank, "decoding": kernel}
-    if CUDA:
-        from qerl_pl.hopper import decoding_graphs
-
-        decoding_graphs.GRAPH_SEQUENCES = max(SEQUENCES)  # graphs for all steps: the host does not slow them down
     watch, seconds = Watch(engine), {}
     for context in (CONTEXT, LONGER):
         for count in SEQUENCES:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PretrainedConfig
 
 from qerl_pl.memory import parts
-from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, EngineMemory
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES, EngineMemory
 from qerl_pl.memory.shape import checkpoint_shape, config_shape
 from qerl_pl.model.family import with_merged
 from qerl_pl.policy.delta_net import _scan
@@ -240,20 +240,21 @@ def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_se
     graphs = {
         count: parts.engine_state(shape, EngineMemory(max_num_seqs=count), length=0)
         - parts.engine_state(shape, EngineMemory(max_num_seqs=count, enforce_eager=True), length=0)
-        for count in (1, 8, 64, 256)
+        for count in (1, 8, GRAPH_SEQUENCES, 2 * GRAPH_SEQUENCES)
     }
-    assert graphs[8] - graphs[1] == 7 * 2 * 4 * shape.vocabulary
-    assert graphs[64] - graphs[8] == 56 * 2 * 4 * shape.vocabulary
-    assert graphs[256] == graphs[64]
+    one = 2 * 4 * shape.vocabulary + parts.GRAPHS_PER_COUNT
+    assert graphs[8] - graphs[1] == 7 * one
+    assert graphs[GRAPH_SEQUENCES] - graphs[8] == (GRAPH_SEQUENCES - 8) * one
+    assert graphs[2 * GRAPH_SEQUENCES] == graphs[GRAPH_SEQUENCES]
 
 
-@pytest.mark.parametrize(("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 64), (256, 64)])
+@pytest.mark.parametrize(("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 64), (256, 256)])
 def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, rows):
-    """``rows`` is the largest number of rows of logits, drafts included and at most 64, in a decoding step of up to
-    ``sequences`` sequences. The test also computes it as the maximum over all these numbers of sequences."""
+    """``rows`` is the largest number of rows of logits, drafts included, in a decoding step of up to ``sequences``
+    sequences. The test also computes it as the maximum over all these numbers of sequences."""
     shape, length = config_shape(model_config("7B"), NVFP4, torch.bfloat16), 300
     steps = {n: next((drafts for most, drafts in DRAFTS_BY_SEQUENCES if n <= most), 0) for n in range(1, sequences + 1)}
-    assert rows == min(64, max(n * (1 + drafts) for n, drafts in steps.items()))
+    assert rows == max(n * (1 + drafts) for n, drafts in steps.items())
     sizes, engine = dict[bool, int](), EngineMemory(max_num_seqs=sequences)
     for eager in (False, True):
         off, on = (
@@ -263,8 +264,8 @@ def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, row
         sizes[eager] = on - off
     tokens, sets = 4 * sequences * length, len(DRAFTS_BY_SEQUENCES)
     assert sizes[True] == tokens
-    logits = 2 * 4 * shape.vocabulary * (rows - min(64, sequences))
-    assert sizes[False] == tokens + logits + sets * parts.GRAPHS_PER_LAYER * shape.num_layers
+    of_rows = (2 * 4 * shape.vocabulary + parts.GRAPHS_PER_COUNT) * (rows - sequences)
+    assert sizes[False] == tokens + of_rows + sets * parts.GRAPHS_PER_LAYER * shape.num_layers
 
 
 @pytest.mark.vllm
