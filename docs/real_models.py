@@ -35,9 +35,21 @@ DOCS = ROOT / "docs"
 PAGE, OF_COMPLETIONS, PICTURE = DOCS / "real_models.md", DOCS / "real_completions.md", DOCS / "real_models.png"
 TEXT = ROOT / "tests" / "bench" / "pages" / "real_models.md"
 FILES = ("real_runs", "real_checks", "four_bits", "trl_real", "rollout")
-COLOURS = {"bf16": "tab:gray", "nvfp4": "tab:blue", "nvfp4_aqn": "tab:orange"}  # of the arms, in order
+COLOURS = {  # of the arms, in order
+    "bf16": "tab:gray",
+    "nvfp4": "tab:blue",
+    "nvfp4_gptq32": "tab:green",
+    "nvfp4_aqn": "tab:orange",
+}
 TASK, RECIPE = "gsm8k_verl", "gsm8k_boxed"
-PAIRS = (("nvfp4", "bf16"), ("nvfp4_aqn", "nvfp4"), ("nvfp4_aqn", "bf16"))
+PAIRS = (
+    ("nvfp4", "bf16"),
+    ("nvfp4_gptq32", "bf16"),
+    ("nvfp4_gptq32", "nvfp4"),
+    ("nvfp4_aqn", "nvfp4"),
+    ("nvfp4_aqn", "bf16"),
+)
+TEACHER = "distill"  # name of the further settings of runs that learn from a teacher instead of rewards
 NOTHING = "*Not measured yet.*"
 LONG = 400  # rollouts from which a run counts as a long one
 FIRST_AND_LAST = (slice(None, 10), slice(-10, None))  # rollouts over which a curve is averaged
@@ -86,14 +98,14 @@ def model_of(line: Line) -> str:
     return line["name"].split("/", 1)[1]
 
 
-def groups(lines: Iterable[Line], *, is_long: bool = False) -> Groups:
-    """Group runs by model, task and arm; long runs are apart from others, and so are those with further settings."""
+def groups(lines: Iterable[Line], *, is_long: bool = False, config: Sequence[str] = ()) -> Groups:
+    """Group runs by model, task and arm; long runs are apart from others, and so are those with further settings, of
+    which ``config`` has the names."""
     grouped: Groups = {}
     for line in named(lines, "real_runs"):
         shape = line["shape"]
-        if (shape["rollouts"] >= LONG) == is_long and line["validations"]:
-            task = "+".join([shape["task"], *shape["config"]])
-            grouped.setdefault((model_of(line), task, shape["arm"]), []).append(line)
+        if (shape["rollouts"] >= LONG) == is_long and line["validations"] and shape["config"] == [*config]:
+            grouped.setdefault((model_of(line), shape["task"], shape["arm"]), []).append(line)
     return grouped
 
 
@@ -122,14 +134,17 @@ def verdicts(point: Line, kind: str) -> np.ndarray:
 
 def page(lines: list[Line]) -> str:
     """Make docs/real_models.md."""
-    parts = (models, curves, differences, recipe, learnt, invented, trl, four_bits, speeds, costs, long_runs, checks)
+    parts = (
+        *(models, curves, differences, recipe, taught, learnt, invented, trl),
+        *(four_bits, speeds, costs, long_runs, checks),
+    )
     return TEXT.read_text().format(**{part.__name__: part(lines) or NOTHING for part in parts})
 
 
 def models(lines: list[Line]) -> str:
     """Say what the models' weights were made from, and where the runs were made."""
     runs = named(lines, "real_runs")
-    bits = {model_of(line): line["bits_per_weight"] for line in runs}
+    bits = {model_of(line): line["bits_per_weight"] for line in runs if line["bits_per_weight"] < 16}
     listed = " and ".join(f"{bits[model]:.2f} bits ({model})" for model in sorted(bits))
     where = ", ".join(sorted({f"{line['device']} at commit {line['commit']}" for line in runs}))
     text = f"The files have weights of on average {listed}. The runs were made on {where}."
@@ -199,10 +214,10 @@ def differences(lines: list[Line]) -> str:
             for kind, when, label in (("strict", 0, "before"), ("strict", -1, "after"), ("lenient", -1, "after")):
                 new = paired(mine, theirs, kind, when)
                 rows += [[model, task, f"{one} - {other}", f"{kind} {label}", *row] for row in new]
-                if new and (one, other, kind, when, task) == ("nvfp4", "bf16", "strict", -1, TASK):
+                if new and (other, kind, when, task) == ("bf16", "strict", -1, TASK):
                     points = float(new[0][1])
                     verdict = "within" if abs(points) <= LIMIT else "not within"
-                    results.append(f"{model}: NVFP4 ends {points:+.1f} points from bf16, {verdict} {LIMIT:g} points.")
+                    results.append(f"{model}: {one} ends {points:+.1f} points from bf16, {verdict} {LIMIT:g} points.")
     head = "model | task | arms | accuracy | seeds | points | over problems | over seeds"
     return f"{wrapped(' '.join(results))}\n\n{tabled(head, rows)}".strip()
 
@@ -218,6 +233,19 @@ def recipe(lines: list[Line]) -> str:
         for row in paired(runs, grouped.get((model, TASK, arm), []), kind, -1)
     ]
     return tabled("model | arm | accuracy | seeds | points | over problems | over seeds", rows)
+
+
+def taught(lines: list[Line]) -> str:
+    """Compare what a policy learns from a teacher with what it learns from rewards, validation by validation."""
+    of_rewards, rows = groups(lines), []
+    for (model, task, arm), runs in groups(lines, config=[TEACHER]).items():
+        for label, group in (("teacher", whole(runs)), ("rewards", whole(of_rewards.get((model, task, arm), [])))):
+            by_rollouts = [{point["rollouts"]: 100 * point["strict"] for point in run["validations"]} for run in group]
+            steps = sorted(set.intersection(*map(set, by_rollouts))) if by_rollouts else []
+            accuracies = [f"{step}: {spread([run[step] for run in by_rollouts], 1)}" for step in steps]
+            seconds = [f"{median(run['median_step_s'] for run in group):.1f}"] if group else [""]
+            rows.append([model, task, arm, label, len(group), ", ".join(accuracies), *seconds])
+    return tabled("model | task | arm | learns from | seeds | strict accuracy by rollout | rollout, s", rows)
 
 
 def learnt(lines: list[Line]) -> str:
