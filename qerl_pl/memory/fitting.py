@@ -15,8 +15,14 @@ from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.recompute import Recompute, Setting, ladder
 
 GIB = 2**30
-USUAL_MICRO_BATCH = 16384
-"""Tokens of a micro-batch; larger ones train hardly faster."""
+USUAL_MICRO_BATCH, LARGEST_MICRO_BATCH = 16384, 32768
+"""Tokens of a micro-batch: of a 7B or a larger model, which trains hardly faster with more, and of the smallest."""
+BLOCK_WORK = 1.5e12
+"""Tokens of a micro-batch times parameters of a decoder block. With fewer tokens, the host launches a block's kernels
+more slowly than the GPU computes them: on an H200 machine, it took about 5 ms for the forward pass of a block, in which
+the GPU computes 16384 tokens of a 3B's block."""
+AMPLE = 0.85
+"""Share of a GPU's memory in which a run must fit for its KV cache to stay allocated during training."""
 HEADROOM = 0.04
 """Share of the GPU's memory that a memory plan leaves free, because its predictions may be too low by that much."""
 STEP = 256
@@ -44,7 +50,8 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     A micro-batch has ``USUAL_MICRO_BATCH`` tokens or as many as fit, but no fewer than the longest prompt and
     completion together. The level of gradient checkpointing is the one with which a training pass takes the least time
     per token or, if none fits, the least memory. The KV cache holds all sequences of a rollout at their maximum length
-    or as many as fit, and at least one.
+    or as many as fit, and at least one. If this leaves memory to spare, the KV cache stays allocated during training,
+    and micro-batches of models with small blocks are larger (``usual_micro_batch``).
     """
     if run.teacher is not None and run.teacher.keep == "auto":
         kept = [replace(run, teacher=replace(run.teacher, keep=place)) for place in ("gpu", "host")]
@@ -56,6 +63,7 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     why = chosen.why(offered[0], gpu_bytes) if run.recompute(shape.num_layers) is None else ""
     if why:
         run = replace(run, gradient_checkpointing=chosen.setting)
+    is_given = run.micro_batch_tokens is not None
     run = replace(run, micro_batch_tokens=chosen.tokens)
     engine = run.engine
     if engine is not None and engine.kv_cache_bytes is None:
@@ -64,6 +72,12 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
         wanted = cache_bytes(shape, run, engine, num_sequences=min(engine.max_num_seqs, run.rows))
         least = cache_bytes(shape, run, engine, num_sequences=1)
         run = replace(run, engine=replace(engine, kv_cache_bytes=max(least, min(wanted, room))))
+    spare, engine = int(AMPLE * gpu_bytes), run.engine
+    if engine is not None and engine.sleep_level == 0:
+        kept = replace(run, engine=replace(engine, keeps_cache=True))
+        if plan(shape, kept).peak <= usable(spare):
+            larger = _micro_batch(shape, kept, spare, most=usual_micro_batch(shape))
+            run = kept if is_given else replace(kept, micro_batch_tokens=larger)
     return replace(plan(shape, run), why=why)
 
 
@@ -139,6 +153,16 @@ def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int
     return STEP * bisect_left(range(1, above + 1), True, key=too_long)
 
 
+def usual_micro_batch(shape: ModelShape) -> int:
+    """Return the number of tokens, a multiple of ``STEP``, of a micro-batch if memory suffices: the smaller the blocks
+    of the model, the more tokens, because the time of launching a block's kernels depends on neither."""
+    if shape.experts.layers:
+        return USUAL_MICRO_BATCH
+    weights = sum(number * rows * columns for number, block in shape.linears for _, rows, columns in block)
+    tokens = int(BLOCK_WORK * shape.num_layers / weights) // STEP * STEP
+    return max(USUAL_MICRO_BATCH, min(tokens, LARGEST_MICRO_BATCH))
+
+
 def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_sequences: int) -> int:
     """Return the bytes of a KV cache for ``num_sequences`` sequences of the maximum length (prompt and completion)."""
     return parts.kv_cache(
@@ -151,9 +175,9 @@ def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_
     )
 
 
-def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
+def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int, *, most: int = USUAL_MICRO_BATCH) -> int:
     longest = run.longest_row
-    choices = [longest, *range(ceil(longest / STEP) * STEP, USUAL_MICRO_BATCH + 1, STEP)]
+    choices = [longest, *range(ceil(longest / STEP) * STEP, most + 1, STEP)]
 
     def train(tokens: int) -> int:
         return plan(shape, replace(run, micro_batch_tokens=tokens)).train

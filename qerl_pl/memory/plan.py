@@ -61,12 +61,18 @@ class Plan:
         """Bytes of vLLM's KV cache; 0 without vLLM."""
         return (self.run.engine and self.run.engine.kv_cache_bytes) or 0
 
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether vLLM's KV cache stays allocated while the trainer works."""
+        return self.run.engine is not None and self.run.engine.keeps_cache
+
     def summary(self) -> str:
         """Describe the plan in one line for the log."""
         cache, rollout, train = (size / 2**30 for size in (self.kv_cache_bytes, self.total("rollout"), self.train))
         return (
-            f"memory plan: passes of {self.micro_batch_tokens} tokens, a KV cache of {cache:.1f} GiB; "
-            f"rollouts take {rollout:.1f} GiB, training {train:.1f} GiB"
+            f"memory plan: passes of {self.micro_batch_tokens} tokens, a KV cache of {cache:.1f} GiB"
+            + (", which stays allocated" if self.keeps_cache else "")
+            + f"; rollouts take {rollout:.1f} GiB, training {train:.1f} GiB"
             + (f", with one copy of {self.shared / 2**30:.1f} GiB of the base" if self.shared else "")
             + (self.why and f"; {self.why}")
         )
@@ -116,7 +122,7 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
     itemsize, largest = engine.itemsize(run.itemsize), parts.engine_pass(shape, run, engine)
     awake = ("start", "rollout")
-    weights = awake if engine.sleep_level else tuple(MOMENTS)
+    weights = awake if engine.sleep_level and not engine.keeps_cache else tuple(MOMENTS)
     base = parts.engine_base(shape, run, engine) - shared_base(shape, run)
     state = parts.engine_state(shape, engine, length=run.max_model_len)
     workspace = parts.expert_workspace(shape, itemsize, batched_tokens=engine.batched_tokens)
@@ -127,7 +133,7 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     return {
         "engine's base": _at(base, *weights),
         "engine's adapter": _at(parts.adapter_slots(shape, run, engine), *weights),
-        "KV cache": _at(engine.kv_cache_bytes, *awake),
+        "KV cache": _at(engine.kv_cache_bytes, *(MOMENTS if engine.keeps_cache else awake)),
         "engine's state, CUDA graphs": _at(state, *MOMENTS),
         "engine's routes": _at(run.router_replay * parts.recorded_routes(shape, cached), *MOMENTS),
         "experts' workspace": _at(workspace, *MOMENTS),

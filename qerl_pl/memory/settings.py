@@ -44,6 +44,8 @@ class EngineMemory:
     enforce_eager: bool = False
     sleep_level: int = 0
     """Level of vLLM's sleep mode: 0 frees the KV cache, 1 also the weights and the engine's copy of the adapter."""
+    keeps_cache: bool = False
+    """Whether the KV cache stays allocated while the trainer works, because the GPU has memory to spare."""
     one_copy: bool = False
     """Whether the engine uses the trainer's 4-bit weights, where its kernels can read them."""
     dequantises: bool = False

@@ -164,8 +164,9 @@ class RolloutEngine(Protocol):
         is None."""
         ...
 
-    def plan_cache(self, num_bytes: int | None) -> None:
-        """Set the bytes of the KV cache that ``start`` will allocate; None means that the engine's settings decide."""
+    def plan_cache(self, num_bytes: int | None, *, keep: bool = False) -> None:
+        """Set the bytes of the KV cache that ``start`` will allocate; None means that the engine's settings decide.
+        With ``keep``, ``sleep`` does not free the cache, because there is memory to spare."""
         ...
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
@@ -213,7 +214,8 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free GPU memory of the engine until ``wake`` is called."""
+        """End sampling until ``wake`` is called, and free GPU memory of the engine, unless ``plan_cache`` has been told
+        to ``keep`` it."""
         ...
 
     def wake(self) -> None:

@@ -58,7 +58,7 @@ class TransformersEngine:
         """None, because this engine samples with the trainer's model."""
         return None
 
-    def plan_cache(self, num_bytes: int | None) -> None:
+    def plan_cache(self, num_bytes: int | None, *, keep: bool = False) -> None:
         """Do nothing; ``batch_tokens`` decides the size of this engine's KV cache."""
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:

@@ -12,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qerl_pl.memory import fitting
 from qerl_pl.memory.advice import Change, advice, advice_text, with_changes
 from qerl_pl.memory.fitting import (
+    AMPLE,
+    LARGEST_MICRO_BATCH,
     STEP,
     USUAL_MICRO_BATCH,
     cache_bytes,
@@ -23,6 +26,7 @@ from qerl_pl.memory.fitting import (
     smallest_gpu,
     time_per_token,
     usable,
+    usual_micro_batch,
 )
 from qerl_pl.memory.parts import kv_token_bytes
 from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
@@ -90,8 +94,50 @@ def test_the_longest_completion_fits_and_a_longer_one_does_not(size, gib):
 @pytest.mark.parametrize(("max_num_seqs", "cached"), [(256, 128), (16, 16)])
 def test_a_large_gpu_gets_the_usual_micro_batch_and_a_cache_for_the_rows_sampled_together(max_num_seqs, cached):
     result = fitted(SHAPES["3B"], replace(PAPER, engine=EngineMemory(max_num_seqs=max_num_seqs)), 141 * GIB)
-    assert result.micro_batch_tokens == USUAL_MICRO_BATCH
+    assert result.micro_batch_tokens == usual_micro_batch(SHAPES["3B"])
     assert result.kv_cache_bytes == cache_bytes(SHAPES["3B"], PAPER, EngineMemory(), num_sequences=cached)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("gib", [12, 24, 48, 80, 141])
+@pytest.mark.parametrize("size", ["0.5B", "1.5B", "7B"])
+def test_a_cache_stays_allocated_where_memory_is_ample_and_then_costs_nothing_else(size, gib, level):
+    """A run whose cache stays allocated has the cache and the level of gradient checkpointing that it would have
+    anyway, and micro-batches that are at least as large, up to the usual ones of the model."""
+    shape = config_shape(model_config(size), NVFP4, torch.bfloat16)
+    run = RunMemory(rows=320, prompt_tokens=512, completion_tokens=1024, engine=EngineMemory(sleep_level=level))
+    found = fitted(shape, replace(run, gradient_checkpointing="auto"), gib * GIB)
+    assert found.run.engine is not None
+    given = replace(found.run, engine=replace(found.run.engine, keeps_cache=False), micro_batch_tokens=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "AMPLE", 0.0)
+        without = fitted(shape, given, gib * GIB)
+    assert not without.keeps_cache
+    assert found.run.gradient_checkpointing == without.run.gradient_checkpointing
+    assert found.kv_cache_bytes == without.kv_cache_bytes
+    if found.keeps_cache:
+        assert level == 0
+        assert found.peak <= usable(int(AMPLE * gib * GIB))
+        assert without.micro_batch_tokens <= found.micro_batch_tokens <= usual_micro_batch(shape)
+        assert found.parts["KV cache"]["block"] == found.kv_cache_bytes
+        assert "stays allocated" in found.summary()
+    else:
+        assert without.run.engine is not None
+        kept = replace(without.run, engine=replace(without.run.engine, keeps_cache=True))
+        assert level == 1 or plan(shape, kept).peak > usable(int(AMPLE * gib * GIB))
+        assert found.micro_batch_tokens == without.micro_batch_tokens
+    assert found.keeps_cache or (gib, level) != (141, 0) or size == "7B"
+
+
+def test_small_models_have_larger_micro_batches():
+    shapes = {
+        size: config_shape(model_config(size), NVFP4, torch.bfloat16) for size in ("0.5B", "1.5B", "3B", "7B", "32B")
+    }
+    usual = {size: usual_micro_batch(shape) for size, shape in shapes.items()}
+    assert list(usual.values()) == sorted(usual.values(), reverse=True)
+    assert usual["0.5B"] == LARGEST_MICRO_BATCH > usual["1.5B"] > usual["3B"] > usual["7B"]
+    assert usual["7B"] == usual["32B"] == USUAL_MICRO_BATCH
+    assert all(tokens % STEP == 0 for tokens in usual.values())
 
 
 def test_what_is_given_is_kept():
@@ -307,10 +353,11 @@ def test_no_setting_that_fits_trains_faster_than_the_one_that_is_chosen(size, gi
     result = fitted(shape, AUTO, card)
     chosen = result.run.gradient_checkpointing
     offered = {option.setting: option for option in checkpointing_options(shape, AUTO, card)}
-    assert result.micro_batch_tokens == offered[chosen].tokens
+    larger = usual_micro_batch(shape) if result.keeps_cache else offered[chosen].tokens
+    assert offered[chosen].tokens <= result.micro_batch_tokens <= larger
     for setting, option in offered.items():
         given_run = fitted(shape, replace(AUTO, gradient_checkpointing=setting), card)
-        assert given_run.micro_batch_tokens == option.tokens
+        assert given_run.keeps_cache or given_run.micro_batch_tokens == option.tokens
         assert not given_run.why
         if given_run.train <= usable(card):
             assert offered[chosen].time <= option.time
@@ -360,7 +407,7 @@ def test_eight_bit_optimizers_are_known_by_name():
 @pytest.mark.parametrize("size", SHAPES)
 def test_short_rows_are_checked_together_in_what_the_engine_needs_anyway(size):
     long, short = (
-        plan(SHAPES[size], replace(HALVES, completion_tokens=tokens, engine=EngineMemory(kv_cache_bytes=GIB)))
+        plan(SHAPES[size], replace(HALVES, rows=16, completion_tokens=tokens, engine=EngineMemory(kv_cache_bytes=GIB)))
         for tokens in (4096 - 100, 412)
     )
     assert short.run.checked_tokens == long.run.checked_tokens == 4096

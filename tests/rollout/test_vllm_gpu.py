@@ -75,6 +75,23 @@ def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level)
     assert abs(used() - awake) < 2**26
 
 
+@pytest.mark.alone
+def test_a_kept_cache_stays_allocated_while_the_engine_sleeps(engine):
+    engine.sleep_level = 0
+    engine.plan_cache(CACHE_BYTES, keep=True)
+    try:
+        samples, awake = engine.generate(PROMPTS, SAMPLING, 5), used()
+        engine.sleep()
+        assert abs(used() - awake) < 2**26
+        assert vllm_memory.given_back() == 0
+        with pytest.raises(RuntimeError, match="asleep"):
+            engine.generate(PROMPTS, SAMPLING, 5)
+        engine.wake()
+        assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+    finally:
+        engine.plan_cache(CACHE_BYTES)
+
+
 def test_an_engine_sleeps_beside_a_process_that_takes_and_frees_memory(engine):
     other = subprocess.Popen([sys.executable, "-m", "tests.memory_hog"], stdout=subprocess.PIPE)
     try:

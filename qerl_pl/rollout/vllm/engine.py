@@ -107,8 +107,9 @@ class VLLMEngine:
         self.draft_history: list[list[int]] = []
         """Counts of earlier rollouts, in the form of ``hopper/draft_guard.py``, which decide for how many sequences the
         next calls draft tokens. If empty, as outside of training, steps of up to 32 sequences have drafts."""
-        self._cache_bytes = self.kv_cache_bytes
-        """Bytes of the KV cache: the user's setting, or the result of the memory plan."""
+        self._cache_bytes, self._keeps_cache = self.kv_cache_bytes, False
+        """Bytes of the KV cache, the user's setting or the result of the memory plan, and whether the engine keeps this
+        memory while it sleeps."""
         self.start_s: dict[str, float] = {}
         """Seconds of each phase of the last start: imports, vLLM, adapter slots, adapter kernels."""
         self._llm: LLM | None = None
@@ -133,9 +134,9 @@ class VLLMEngine:
     returns_routes = True
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
 
-    def plan_cache(self, num_bytes: int | None) -> None:
-        """Set the size of the KV cache that ``start`` will allocate."""
-        self._cache_bytes = self.kv_cache_bytes if num_bytes is None else num_bytes
+    def plan_cache(self, num_bytes: int | None, *, keep: bool = False) -> None:
+        """Set the size of the KV cache that ``start`` will allocate, and whether it stays allocated in ``sleep``."""
+        self._cache_bytes, self._keeps_cache = self.kv_cache_bytes if num_bytes is None else num_bytes, keep
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
         """Start vLLM with the policy's base and adapter. Raises ValueError if vLLM does not start, or if
@@ -281,15 +282,15 @@ class VLLMEngine:
         return checksums(held | self._call(worker.live_norms))
 
     def sleep(self) -> None:
-        """Free the GPU memory that the setting ``sleep_level`` describes; on a CPU nothing is freed."""
+        """Free the GPU memory that the setting ``sleep_level`` describes. Nothing is freed on a CPU, and if the memory
+        plan has memory to spare."""
         if self._asleep:
             return
-        llm = self._running()
-        if llm.model_config.enable_sleep_mode:
-            core = self._core()
-            # finish a step that vLLM scheduled before it knew that all requests had ended
-            while core.engine_core.batch_queue:
-                core.get_output()
+        llm, core = self._running(), self._core()
+        # finish a step that vLLM scheduled before it knew that all requests had ended
+        while core.engine_core.batch_queue:
+            core.get_output()
+        if self._frees():
             with patches.sleep_beside_other_processes(memory.given_back):
                 llm.sleep(level=self.sleep_level)
             if self.sleep_level == 0:
@@ -301,9 +302,14 @@ class VLLMEngine:
         if not self._asleep:
             return
         assert self._llm is not None
-        if self._llm.model_config.enable_sleep_mode:
+        if self._frees():
             self._llm.wake_up()  # if memory is short, the engine stays asleep
         self._asleep = False
+
+    def _frees(self) -> bool:
+        """Return whether ``sleep`` frees memory."""
+        assert self._llm is not None
+        return self._llm.model_config.enable_sleep_mode and not self._keeps_cache
 
     def close(self) -> None:
         """Shut vLLM down and free its memory and process groups."""
