@@ -22,7 +22,7 @@ DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
 """Pairs (S, D) for speculative decoding, in ascending order of S: a decoding step of at most S sequences verifies D
 drafted tokens per sequence. The first pair that fits counts; with more sequences, no tokens are drafted. No step with
 drafts has more than ``GRAPH_SEQUENCES`` tokens."""
-CHECKED_TOKENS = 4096
+CHECKED_TOKENS = 6144
 """Largest number of tokens of a pass in which the trainer checks completions while the engine is awake, so that it
 takes less memory than the engine's own passes."""
 

@@ -408,9 +408,9 @@ def test_eight_bit_optimizers_are_known_by_name():
 def test_short_rows_are_checked_together_in_what_the_engine_needs_anyway(size):
     long, short = (
         plan(SHAPES[size], replace(HALVES, rows=16, completion_tokens=tokens, engine=EngineMemory(kv_cache_bytes=GIB)))
-        for tokens in (4096 - 100, 412)
+        for tokens in (6144 - 100, 412)
     )
-    assert short.run.checked_tokens == long.run.checked_tokens == 4096
+    assert short.run.checked_tokens == long.run.checked_tokens == 6144
     assert replace(HALVES, rows=2).checked_tokens == 2 * 512, "a whole rollout"
     assert short.parts["engine's passes"] == long.parts["engine's passes"]
     assert short.parts["engine's passes"]["rollout"] == short.parts["engine's passes"]["start"]
