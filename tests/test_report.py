@@ -127,6 +127,35 @@ def test_a_table_is_written_beside_the_picture(run, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_has_a_panel_for_every_curve_that_a_run_logged_and_no_empty_one(tmp_path, capsys, monkeypatch):
+    """A run whose rewards are the user's own has no scalar with the name of the quickstart's reward."""
+    drawn: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axis, title, **_: drawn.append(title))
+    monkeypatch.setattr("matplotlib.axes.Axes.set_axis_off", lambda axis: drawn.append("unused"))
+    for name, tags in (("a", ("val/reward", "policy/entropy")), ("b", ("val/reward", "gap/mean_abs"))):
+        with SummaryWriter(str(tmp_path / name)) as writer:
+            for tag in tags:
+                writer.add_scalar(tag, 0.5, 0)
+    runs = [str(tmp_path / name) for name in ("a", "b")]
+    picture = tmp_path / "curves.png"
+    assert command(["report", *runs, "--picture", str(picture)]) == 0
+    assert drawn == [
+        "unused",
+        "reward on held-out problems",
+        "entropy (nats per token)",
+        "sampler-trainer gap (nats)",
+    ]
+    assert f"curves: {picture}" in capsys.readouterr().out
+
+
+def test_without_any_curve_of_the_picture_none_is_drawn_and_this_is_said(tmp_path, capsys):
+    with SummaryWriter(str(tmp_path / "test")) as writer:
+        writer.add_scalar("test/reward", 1.0, 0)
+    assert command(["report", str(tmp_path / "test"), "--picture", str(tmp_path / "curves.png")]) == 0
+    assert "no picture: no run logged any of val/accuracy, val/reward," in capsys.readouterr().out
+    assert not (tmp_path / "curves.png").exists()
+
+
 def test_nothing_is_written_into_the_folder_of_a_run(run, tmp_path):
     def state() -> dict[str, int]:
         return {str(path): path.stat().st_mtime_ns for path in (run, *run.rglob("*"))}

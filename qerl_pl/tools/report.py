@@ -1,6 +1,7 @@
 """Report on runs from their TensorBoard event files: a table of results, a picture of curves, and an HTML page."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from qerl_pl.tools.page.render import page_of
 
 CURVES = {
     "val/accuracy": "accuracy on held-out problems",
+    "val/reward": "reward on held-out problems",
     "train/reward": "reward of the rollouts",
     "policy/entropy": "entropy (nats per token)",
     "aqn/sigma": "noise sigma",
     "rollout/completion_tokens": "tokens per completion",
     "gap/mean_abs": "sampler-trainer gap (nats)",
 }
-"""Names of the scalars that the picture shows, with their titles."""
+"""Names of the scalars that the picture shows if a run logged them, with their titles."""
 
 
 def main(argv: list[str]) -> int:
@@ -36,8 +38,7 @@ def main(argv: list[str]) -> int:
     if any(summaries.values()):
         print_table(summaries)
     if options.picture:
-        draw([(run.name, of_run) for run, of_run in curves.items()], options.picture)
-        print(f"curves: {options.picture}")
+        print(draw([(run.name, of_run) for run, of_run in curves.items()], options.picture))
     if options.json:
         lines = [json.dumps({"run": run.name, **summary}) for run, summary in summaries.items()]
         write_whole(options.json, "\n".join(lines) + "\n")
@@ -56,15 +57,23 @@ def print_table(summaries: Mapping[Path, Mapping[str, float]]) -> None:
     Console().print(table)
 
 
-def draw(runs: Sequence[tuple[str, Mapping[str, Curve]]], picture: Path, titles: Mapping[str, str] = CURVES) -> None:
-    """Draw curves of runs into a picture file, with one panel per scalar of ``titles`` and one line per run."""
+def draw(runs: Sequence[tuple[str, Mapping[str, Curve]]], picture: Path, titles: Mapping[str, str] = CURVES) -> str:
+    """Draw curves of runs into a picture file, with one panel per scalar of ``titles`` that at least one run logged,
+    and one line per run. Returns a line for the user that names the file, or says that there was nothing to draw."""
+    panels = {tag: title for tag, title in titles.items() if any(tag in of_run for _, of_run in runs)}
+    if not panels:
+        return f"no picture: no run logged any of {', '.join(titles)}"
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6), constrained_layout=True)
-    for axis, (tag, title) in zip(axes.flat, titles.items(), strict=True):
+    columns = math.ceil(len(panels) / 2)
+    figure, grid = plt.subplots(2, columns, figsize=(4 * columns, 6), constrained_layout=True, squeeze=False)
+    axes = grid.flat[: len(panels)]
+    for unused in grid.flat[len(panels) :]:
+        unused.set_axis_off()
+    for axis, (tag, title) in zip(axes, panels.items(), strict=True):
         for name, of_run in runs:
             if tag in of_run:
                 marker = "o" if len(of_run[tag].steps) < 30 else None
@@ -75,7 +84,8 @@ def draw(runs: Sequence[tuple[str, Mapping[str, Curve]]], picture: Path, titles:
         if tag.startswith("gap"):
             axis.set_yscale("log")
     if len(runs) > 1:
-        axes.flat[0].legend(fontsize=8)
+        axes[0].legend(fontsize=8)
     with replacing(picture) as temporary:
         figure.savefig(temporary, dpi=120, format=picture.suffix[1:].lower())
     plt.close(figure)
+    return f"curves: {picture}"

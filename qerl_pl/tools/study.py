@@ -69,8 +69,7 @@ def _analyse(study: Study) -> int:
     folder, groups = study.output / study.analysis.folder, gather(study)
     print(write_files(study, groups, folder))
     titles = {study.analysis.validation if tag == "val/accuracy" else tag: title for tag, title in CURVES.items()}
-    draw([(group.name, group.mean_curves()) for group in groups], folder / "curves.png", titles)
-    print(f"picture: {folder / 'curves.png'}")
+    print(draw([(group.name, group.mean_curves()) for group in groups], folder / "curves.png", titles))
     return 0
 
 
