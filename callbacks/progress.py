@@ -33,7 +33,7 @@ class Progress(Callback):
     while the first rollout or a validation lasts. The reward is the mean over the scored completions of all ranks. The
     remaining time is computed from the mean time per rollout, validations included, since this process started to
     train. Each validation leaves a line with its reward and accuracy, and a complete run ends with the command that
-    shows its curves, if TensorBoard's logger wrote them. Lightning's own bar counts epochs and optimizer steps, so
+    reports on it, if it has the files of TensorBoard's logger. Lightning's own bar counts epochs and optimizer steps, so
     configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
