@@ -33,7 +33,8 @@ class Progress(Callback):
     while the first rollout or a validation lasts. The reward is the mean over the scored completions of all ranks. The
     remaining time is computed from the mean time per rollout, validations included, since this process started to
     train. Each validation leaves a line with its reward and accuracy, and a complete run ends with the command that
-    reports on it, if it has the files of TensorBoard's logger. Lightning's own bar counts epochs and optimizer steps, so
+    reports on it, if it has the files of TensorBoard's logger. A start that finds all rollouts done says so, and how to
+    train longer. Lightning's own bar counts epochs and optimizer steps, so
     configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
@@ -50,6 +51,7 @@ class Progress(Callback):
         require_at_least(1, every=every)
         self.every = every
         self._first, self._start = 0, 0.0
+        self._trains = False
         self._rollouts: tqdm[Any] | None = None
         self._batches: tqdm[Any] | Phase | None = None
         self._waits = ExitStack()  # what closes the bar of batches, or the messages during the first rollout
@@ -63,7 +65,7 @@ class Progress(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
-        self._first, self._start = pl_module.rollout_index, time.perf_counter()
+        self._first, self._start, self._trains = pl_module.rollout_index, time.perf_counter(), True
         if _has_terminal(trainer):
             self._rollouts = _bar("rollouts", pl_module.num_rollouts, initial=self._first, leave=True)
 
@@ -105,6 +107,17 @@ class Progress(Callback):
             folder = shlex.quote(str(trainer.default_root_dir))
             shown = f"; `{called_as('report')} {folder}` shows the run" if has_curves else ""
             print(f"trained for {took}{shown}", flush=True)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        """Called by Lightning at the end of ``fit``, also if there was nothing to train."""
+        if trainer.is_global_zero and not self._trains and trainer.global_step >= trainer.max_steps > 0:
+            done = pl_module.rollout_index
+            print(
+                f"nothing to train: all {done} rollouts of {trainer.default_root_dir} are done; to train longer, raise "
+                f"trainer.max_steps, the number of optimizer steps, which is {trainer.max_steps}",
+                flush=True,
+            )
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:

@@ -107,6 +107,19 @@ def test_changed_settings_are_said_and_the_old_ones_kept(run, short, tmp_path, m
     assert (tmp_path / "config.yaml").read_text() == now
 
 
+def test_a_start_of_a_finished_run_says_that_nothing_is_left_and_how_to_train_longer(run, short, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    shutil.copytree(short, run_dir)
+    run("fit", run_dir, *SHORT, "--ckpt_path", "last")
+    printed = capsys.readouterr().out
+    said = "are done; to train longer, raise trainer.max_steps, the number of optimizer steps, which is 4\n"
+    assert printed.count(f"nothing to train: all 4 rollouts of {run_dir} {said}") == 1
+    run("fit", run_dir, *SHORT, "--trainer.max_steps", "5", "--ckpt_path", "last")
+    printed = capsys.readouterr().out
+    assert "rollout 5 of 5" in printed
+    assert "nothing to train" not in printed
+
+
 def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run, bases, tmp_path):
     loggers = tmp_path / "loggers.yaml"
     names = (
