@@ -106,7 +106,7 @@ class Progress(Callback):
             has_curves = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)  # report reads them
             folder = shlex.quote(str(trainer.default_root_dir))
             shown = f"; `{called_as('report')} {folder}` shows the run" if has_curves else ""
-            print(f"trained for {took}{shown}", flush=True)
+            print(f"trained for {took}{since_resume(self._first)}{shown}", flush=True)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
@@ -179,6 +179,12 @@ class Progress(Callback):
         if self._rollouts is not None:
             self._rollouts.close()
             self._rollouts = None
+
+
+def since_resume(first: int) -> str:
+    """Return words for a number of a resumed run that does not count the ``first`` rollouts, which were done before the
+    resume; the empty string for a start from the beginning (``first`` is 0)."""
+    return f" since the resume after rollout {first}" if first else ""
 
 
 def _has_terminal(trainer: Trainer) -> bool:

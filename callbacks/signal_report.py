@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.progress import since_resume
 from qerl_pl.common import ranks
 from qerl_pl.module import QeRLModule
 
@@ -26,12 +27,13 @@ def score_words(scores: Tensor) -> str:
 
 
 def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
-    """Return a sentence for the user on how many groups (the completions of one prompt) had a signal, that is, a
-    completion with an advantage other than 0, and if none had, why. ``groups`` is the number of groups, ``with_signal``
-    of those with a signal, and ``rows`` that of all completions, of which ``unscored`` could not be scored by a reward
-    whose weight is not 0, and ``cut_off`` others were left out of the loss because they ended at max_tokens."""
+    """Return the rest of a line that begins with "signal: ": how many groups (the completions of one prompt) had a
+    signal, that is, a completion with an advantage other than 0, and if none had, why. ``groups`` is the number of
+    groups, ``with_signal`` of those with a signal, and ``rows`` that of all completions, of which ``unscored`` could
+    not be scored by a reward whose weight is not 0, and ``cut_off`` others were left out of the loss because they ended
+    at max_tokens."""
     if with_signal:
-        return f"signal: {with_signal} of {groups} groups had one: their completions earned different rewards"
+        return f"{with_signal} of {groups} groups had one: their completions earned different rewards"
     left_out = [f"{unscored} could not be scored"] if unscored else []
     left_out += [f"{cut_off} were cut off at max_tokens (model.objective.filter_truncated)"] if cut_off else []
     counted = rows - unscored - cut_off
@@ -39,7 +41,7 @@ def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut
     if counted > 0:
         why += f"all {'other ' if left_out else ''}completions of each prompt earned the same"
     return (
-        f"signal: none of {groups} groups had one: {why}, so nothing was learned from rewards. Look at the completions "
+        f"none of {groups} groups had one: {why}, so nothing was learned from rewards. Look at the completions "
         "in the run's folder: are answers found, and are problems neither too easy nor too hard?"
     )
 
@@ -49,13 +51,18 @@ class SignalReport(Callback):
     of each reward.
 
     A group has a signal if one of its completions has an advantage other than 0 in the loss, so that the policy can
-    learn from it. Both lines count the rollouts of all ranks since this process started. The command line adds this
-    callback to every run.
+    learn from it. Both lines count the rollouts of all ranks since this process started, and say so in a resumed run.
+    The command line adds this callback to every run.
     """
 
     def __init__(self) -> None:
+        self._first = 0
         self._numbers = Counter[str]()
         self._scores: dict[str, list[Tensor]] = defaultdict(list)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
+        self._first = pl_module.rollout_index
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: QeRLModule, outputs: Any, *_: Any) -> None:
@@ -83,6 +90,7 @@ class SignalReport(Callback):
         if not pl_module.is_rewarded:
             print("rewards: none has a weight; the teacher alone trained the policy", flush=True)
             return
-        print(signal_words(**numbers))
+        since = since_resume(self._first)
+        print(f"signal{since}: {signal_words(**numbers)}")
         words = [f"{name} {score_words(torch.cat(parts))}" for name, parts in scores.items()]
-        print(f"rewards: {'; '.join(words)}", flush=True)
+        print(f"rewards{since}: {'; '.join(words)}", flush=True)

@@ -120,6 +120,16 @@ def test_a_start_of_a_finished_run_says_that_nothing_is_left_and_how_to_train_lo
     assert "nothing to train" not in printed
 
 
+def test_a_resumed_run_says_at_its_end_what_is_counted_since_the_resume(run, short, tmp_path, capsys):
+    shutil.copytree(short, tmp_path / "run")
+    run("fit", tmp_path / "run", *SHORT, "--trainer.max_steps", "5", "--ckpt_path", "last")
+    *_, took, signals, rewards = capsys.readouterr().out.splitlines()
+    since = "since the resume after rollout 4"
+    assert re.match(rf"trained for 0:00:\d\d {since}; `", took)
+    assert re.match(rf"signal {since}: \w+ of 4 groups had one: ", signals)
+    assert re.match(rf"rewards {since}: low_tokens ", rewards)
+
+
 def test_several_loggers_follow_the_folder_of_the_run_and_of_its_evaluations(run, bases, tmp_path):
     loggers = tmp_path / "loggers.yaml"
     names = (
