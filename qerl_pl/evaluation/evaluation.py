@@ -64,12 +64,6 @@ class Evaluation:
         problem there is also pass@k. For pass@k, a completion counts as right if the first reward in ``model.rewards``
         gives it 1, and as wrong if it has no score.
         """
-        if self._loop.rewards and never_right(self._rows, name := self._loop.rewards[0].name):
-            rank_zero_warn(
-                f"the reward {name}, the first of model.rewards, gives positive values and never 1: pass@k "
-                "counts a completion as right if this reward gives it 1; list a reward first that gives right "
-                "completions 1"
-            )
         means = {name: metric.compute() for name, metric in self._means.items()}
         means |= self._pass_at_k.compute() if self._loop.rewards else {}
         return {} if means["completion_tokens"].isnan() else means
@@ -90,10 +84,16 @@ class Evaluation:
         self._pass_at_k.update(torch.tensor(right).view(-1, self._sampling.num_completions).sum(dim=1))
 
 
-def never_right(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether a reward gave positive values but never 1, so that pass@k counts no completion as right."""
+def warn_if_never_right(rows: list[dict[str, Any]], name: str) -> None:
+    """Warn if the first reward, whose ``name`` is given, gave positive values but never 1 to the completions of an
+    evaluation, because then no completion counts as right."""
     values = [row["rewards"][name] or 0.0 for row in rows]
-    return 1 not in values and any(value > 0 for value in values)
+    if 1 not in values and any(value > 0 for value in values):
+        rank_zero_warn(
+            f"the reward {name}, the first of model.rewards, gives positive values and never 1. Training is not "
+            "affected, but pass@k and the accuracy that `test` prints are 0, because a completion counts as right in "
+            "them only if this reward gives it 1; to measure them, list a reward first that gives right completions 1"
+        )
 
 
 OF_ROWS: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -12,7 +12,7 @@ from callbacks.signal_report import signal_words
 from callbacks.statistics import reward_statistics
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
-from qerl_pl.evaluation.evaluation import never_right
+from qerl_pl.evaluation.evaluation import warn_if_never_right
 
 
 class TestEvaluation:
@@ -37,8 +37,9 @@ class TestEvaluation:
         ("scores", "expected"),
         [((0.9, 0.0, None), True), ((2.0, 0.0), True), ((1.0, 0.5), False), ((0.0, None), False), ((), False)],
     )
-    def test_a_reward_that_cannot_say_what_is_right_is_recognised(self, scores, expected):
-        assert never_right(list(map(self.row, scores)), "answer") == expected
+    def test_a_reward_that_cannot_say_what_is_right_is_recognised(self, recwarn, scores, expected):
+        warn_if_never_right(list(map(self.row, scores)), "answer")
+        assert ["never 1. Training is not affected" in str(warning.message) for warning in recwarn] == [True] * expected
 
     def test_finished_batches_are_found_again_by_the_same_policy_alone(self, tmp_path):
         prompts, rows = [Prompt((1, 2), "3")], [{"completion": "\u00e9", "reward": 1.0}]

@@ -97,14 +97,21 @@ def test_unscored_completions_stop_a_run_or_are_counted_by_cause(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_that_an_update_learns_from_are_counted_and_a_reward_without_right_answers_is_told(run, tmp_path):
+def test_groups_that_an_update_learns_from_are_counted_and_a_reward_without_right_answers_is_told(
+    run, tmp_path, recwarn
+):
     """The reward has the name of a method of torch's modules."""
     half = '[{"name": "half", "weight": 1.0, "reward": "tests.integration.toy.half_of_a_batch"}]'
     few = (*SHORT, *UNCHECKED, "--trainer.limit_val_batches", "1")
+    run("fit", tmp_path / "one", *few, "--model.rewards", half)
+    assert not [warning for warning in recwarn if "never 1" in str(warning.message)], "no pass@k is measured"
     warning = "the reward half, the first of model.rewards, gives positive values and never 1"
+    two = ("--model.val_sampling", "{num_completions: 2, max_tokens: 6, temperature: 1.0}")
     with pytest.warns(UserWarning, match=warning):
-        run("fit", tmp_path, *few, "--model.rewards", half)
-    curves = read_curves(tmp_path)
+        run("fit", tmp_path / "two", *few, *two, "--model.rewards", half)
+    with pytest.warns(UserWarning, match=warning):
+        run("validate", tmp_path / "base", *UNCHECKED, "--trainer.limit_val_batches", "1", "--model.rewards", half)
+    curves = read_curves(tmp_path / "one")
     shares = curves["rollout/groups_with_signal"].values
     assert min(shares) < 1
     assert curves["rollout/groups_trained"].values == [4 * share for share in shares]
