@@ -76,6 +76,11 @@ def main(argv: list[str]) -> int:
         print(f"does not fit: the peak is {plan.peak / GIB:.1f} GiB, more than {limit}")
         print(advice_text(changes, gpu_bytes))
     print(f"the smallest GPU for these settings has {smallest} GiB")
+    if fits and plan.peak > fitted(shape, run, smallest * GIB).peak:
+        print(
+            "the run takes more on this one because spare memory was given to larger micro-batches, to activations "
+            "that are then not recomputed, and to the KV cache, which makes it faster"
+        )
     if options.json:
         write_whole(options.json, json.dumps(as_json(plan, changes, gpu_bytes, smallest), indent=2) + "\n")
     return 0 if fits else 1

@@ -43,6 +43,20 @@ def test_a_table_and_a_file(bases, tmp_path, capsys):
     }
 
 
+def test_a_peak_close_to_the_limit_is_explained_if_the_run_would_also_fit_with_less(capsys):
+    settings = ["plan", "-c", "gsm8k", "-c", "qwen2.5-7b", "-c", "nvfp4", "--hopper", "--gpu-memory"]
+    spare = "spare memory was given to larger micro-batches"
+    assert command([*settings, "80"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"fits: the peak is 7\d\.\d GiB of 76\.8 GiB, what may be used of 80\.0\n", said)
+    smallest = re.search(r"the smallest GPU for these settings has (\d+) GiB\n.*" + spare, said)
+    assert smallest
+    assert command([*settings, smallest[1]]) == 0
+    assert spare not in capsys.readouterr().out
+    assert command([*settings, "8"]) == 1
+    assert spare not in capsys.readouterr().out
+
+
 def test_a_teacher_is_counted_on_the_gpu_or_in_host_memory(bases, tmp_path):
     taught = ("--model.objective", "{teacher: {divergence: reverse}}", "--model.base", str(bases["nvfp4"]), *VLLM)
     peaks = {}
