@@ -70,19 +70,20 @@ def main(argv: list[str]) -> int:
         ("disk", _disk),
     ]
     failed = print_checks(checks, optional={"GPU", *EXTRAS})
-    _print_patches()
+    _print_patches(in_full=not options.config)
     if options.config:
         print(f"\nfit {' '.join(arguments)}:")
         try:  # only here, because this import needs all packages
             configuration = importlib.import_module("qerl_pl.tools.doctor_configuration")
         except (ImportError, ValueError):
             print("not checked, because a package above cannot be loaded")
-            failed = max(failed, 1)
+            failed = failed or ["a package cannot be loaded"]
         else:
             of_configuration = configuration.configuration_checks(arguments, warm=options.warm)
             failed += print_checks(of_configuration, left_out=configuration.NotChecked)
     if failed:
-        print(f"\n{failed} of the checks above failed; fix {'it' if failed == 1 else 'them'} before training")
+        what = f": {failed[0]}" if len(failed) == 1 else "; fix them before training"
+        print(f"\n{len(failed)} of the checks above failed{what}")
         return 1
     print(f"\nready: {called_as(' '.join(['fit', *arguments])) if options.config else _quickstart()}")
     return 0
@@ -93,11 +94,11 @@ def print_checks(
     *,
     optional: Collection[str] = (),
     left_out: type[Exception] | tuple[type[Exception], ...] = (),
-) -> int:
-    """Run checks and print one line for each; returns the number of required checks that failed. A line begins with
+) -> list[str]:
+    """Run checks and print one line for each; returns what the required checks said that failed. A line begins with
     [ok] if the check succeeded, with [no] if a required one failed, and with [--] if it is ``optional`` and failed, or
     raised ``left_out``, which means that it could not be made."""
-    failed = 0
+    failed: list[str] = []
     for name, check in checks:
         try:
             with phase(f"checking: {name}"):
@@ -107,7 +108,7 @@ def print_checks(
         except Exception as error:
             kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
             mark, text = "--" if name in optional else "no", f"{kind}{error}".splitlines()[0]
-            failed += name not in optional
+            failed += [] if name in optional else [text]
         print(f"[{mark}] {name:20} {text}")
     return failed
 
@@ -148,12 +149,20 @@ def _quickstart() -> str:
     return "\n  ".join(["the quickstart is", *map(called_as, commands)])
 
 
-def _print_patches() -> None:
+def _print_patches(*, in_full: bool) -> None:
+    """Print which functions of other packages are replaced, or only how many (with ``in_full=False``)."""
     try:
         needed = importlib.import_module("qerl_pl.rollout.vllm.patches").PATCHES
         faster, reason = native.for_vllm(), native.why_off()
     except (ImportError, ValueError):
         return  # a package cannot be loaded, which a check above has reported
+    if not in_full:
+        for_speed = f"none, because {reason}" if faster is None else str(len(faster.PATCHES))
+        print(
+            f"\nfunctions of other packages that are replaced at run time: {len(needed)} for correct results, for "
+            f"speed alone {for_speed} (`{called_as('doctor')}` without -c lists them)"
+        )
+        return
     print("\nreplaced in other packages at run time; their files stay as they are")
     _print_list("for correct results (qerl_pl/rollout/vllm/patches.py):", needed)
     if faster is None:

@@ -95,6 +95,10 @@ def test_a_folder_that_holds_a_run_is_said_together_with_other_faults(bases, tmp
     assert "only 40 training prompts" in said["data and template"]
     assert said["folder of the run"].startswith("[no]"), said
     assert f"already holds a run ({last}): resume it with --ckpt_path last" in said["folder of the run"]
+    command(["doctor", *arguments("fit", bases["nvfp4"], tmp_path / "full")[1:]])
+    *_, end = capsys.readouterr().out.splitlines()
+    assert end.startswith(f"1 of the checks above failed: {tmp_path / 'full'} already holds a run"), end
+    assert end.endswith("resume it with --ckpt_path last, or choose another folder with --run_dir")
     _, said = diagnosed(bases["nvfp4"], tmp_path, capsys, {}, *full, "--ckpt_path", "last")
     assert said["folder of the run"].startswith("[ok]"), said
 
@@ -114,7 +118,10 @@ def test_checks_that_could_not_be_made_are_not_counted_as_failures(tmp_path, cap
     assert command(["doctor", "-c", "quickstart", "--model.base", "models/gone"]) == 1
     said = capsys.readouterr().out
     assert said.count("[--]") >= 2, said
-    assert said.endswith("1 of the checks above failed; fix it before training\n")
+    [fault] = re.findall(r"^\[no\] configuration +(.*)$", said, re.MULTILINE)
+    assert said.endswith(f"\n\n1 of the checks above failed: {fault}\n")
+    assert re.search(r"\d+ for correct results, for speed alone", said)
+    assert "adapters_in_fixed_order" not in said, "the list comes without a configuration"
 
 
 def test_without_the_base_all_that_needs_none_is_checked(bases, tmp_path, capsys):
