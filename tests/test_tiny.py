@@ -113,6 +113,11 @@ def test_weights_are_a_function_of_the_seed_and_the_global_stream_is_left_alone(
     assert not torch.equal(made[0], made[2])
 
 
+def test_the_policys_numbers_are_explained():
+    said = tiny.measured_words({"accuracy": 0.252, "skill": 0.996})
+    assert "solves 0.252 of the held-out problems; this would be 0.996 (its skill) without errors" in said
+
+
 def test_a_folder_with_anything_else_in_it_is_refused_and_left_as_it_was(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep me")
     assert program(["tiny", "--output", str(tmp_path)]) == 2

@@ -35,6 +35,7 @@ def test_vllm_samples_from_the_policy_on_a_base_of_any_format_and_method(
     quantize_checkpoint(Path(checkpoints["dense"]), base, format=form, method=method, calibration=calibration)
     with caplog.at_level(logging.INFO), started_engine(make_policy(str(base), dtype=dtype)) as setup:
         assert (f"no kernels for {form} here" in caplog.text) == (form != "nvfp4")
+        assert re.search(r"vLLM computes linear layers with the classes \w+ \(\d+ layers\)", caplog.text)
         assert re.search(r"vLLM started in [\d.]+ s: imports [\d.]+, vLLM [\d.]+, adapter slots [\d.]+", caplog.text)
         assert setup.engine.fingerprint() == setup.expected_fingerprint()
         prompts = some_prompts(9, 40)

@@ -126,8 +126,8 @@ def log_copies(worker: WorkerBase, linears: Mapping[str, FrozenLinear]) -> None:
         rank_zero_info(f"trainer and vLLM use one copy of {in_bytes(shared)} of {in_bytes(size)} of packed weights")
     else:
         rank_zero_info(
-            f"trainer and vLLM have a copy each of the base's {in_bytes(size)} of packed weights, because vLLM's "
-            "kernels need them in another order here"
+            f"vLLM has its own copy of the base, next to the trainer's {in_bytes(size)} of packed weights, because its"
+            " kernels cannot read those here"
         )
 
 

@@ -190,8 +190,8 @@ def log_starting() -> None:
 
 def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> None:
     """Log the seconds of each phase of vLLM's start, and how many ``linears`` each kernel class computes."""
-    kernels = ", ".join(f"{name} ({count})" for name, count in linears.items())
-    rank_zero_info(f"vLLM computes its linears with {kernels}")
+    kernels = ", ".join(f"{name} ({count} layers)" for name, count in linears.items())
+    rank_zero_info(f"vLLM computes linear layers with the classes {kernels}")
     parts = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
     rank_zero_info(f"vLLM started in {sum(seconds.values()):.1f} s: {parts}")
 
