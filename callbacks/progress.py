@@ -34,8 +34,8 @@ class Progress(Callback):
     remaining time is computed from the mean time per rollout, validations included, since this process started to
     train. Each validation leaves a line with its reward and accuracy, and a complete run ends with the command that
     reports on it, if it has the files of TensorBoard's logger. A start that finds all rollouts done says so, and how to
-    train longer. Lightning's own bar counts epochs and optimizer steps, so
-    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
+    train longer. Lightning's own bar counts epochs and optimizer steps, so configs/base.yaml turns it off
+    (``trainer.enable_progress_bar``).
 
     Args:
         every: rollouts from one line to the next if the output is no terminal. The last rollout always has a line.
