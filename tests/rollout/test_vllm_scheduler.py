@@ -263,3 +263,20 @@ def test_waiting_requests_start_several_at_a_time(core):
     assert len(tokens[True]) == 300
     assert prompt_steps[True] < 0.5 * prompt_steps[False]
     assert steps[True] <= 1.1 * steps[False]
+
+
+def test_the_last_waiting_request_starts_when_a_place_is_free(core):
+    """Of 65 requests with 64 places, three end soon. The last one must not wait for a fourth place."""
+    scheduler = make_scheduler(core, num_blocks=4000)
+    scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = 64
+    scheduler.is_lean = True
+    played, longest = Played(scheduler, 0, seed=0), MAX_MODEL_LEN - 65
+    for number in range(65):
+        request = make_request(f"{number}-{'0' * 8}", [number], BLOCK_SIZE)
+        request.max_tokens, request.sampling_params.logprobs = 2 if 20 <= number < 23 else longest, 0
+        scheduler.add_request(request)
+    steps = 0
+    while scheduler.has_unfinished_requests():
+        played.step()
+        steps += 1
+    assert steps < longest + 10

@@ -36,9 +36,9 @@ class RolloutScheduler(AsyncScheduler):
 
     If ``is_lean``, steps in which all requests decode are scheduled by simpler code of this class, and a request's
     tokens are kept until the request ends, instead of making an output object of every token. Waiting requests start
-    when a sixteenth of the places for running requests is free. vLLM would start one as soon as another ends; with many
-    waiting requests nearly every step would then compute a prompt, and such a step runs in many small CUDA graphs
-    instead of one. All other requests and steps are left to vLLM's code.
+    when a sixteenth of the places for running requests is free, or one place for each of them. vLLM would start one as
+    soon as another ends; with many waiting requests nearly every step would then compute a prompt, and such a step runs
+    in many small CUDA graphs instead of one. All other requests and steps are left to vLLM's code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ class RolloutScheduler(AsyncScheduler):
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None
         free = self.max_num_active_reqs - len(running) - self.num_waiting_for_streaming_input
-        if self.waiting and free >= max(1, self.max_num_active_reqs // START_SHARE):
+        if self.waiting and free >= max(1, min(len(self.waiting), self.max_num_active_reqs // START_SHARE)):
             return None
         if not running or manager.block_pool.get_num_free_blocks() < len(running):
             return None
