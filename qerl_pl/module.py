@@ -412,7 +412,7 @@ class QeRLModule(LightningModule):
             checkpoint_shape(self.settings.folder, self.settings.compute_dtype), self._run_memory(stage), limit
         )
         self.memory_plan, self.micro_batch_tokens = plan, plan.micro_batch_tokens
-        self.engine.plan_cache(plan.kv_cache_bytes, keep=plan.keeps_cache)
+        self.engine.plan_memory(plan.run.engine)
         rank_zero_info(plan.summary())
 
     def _run_memory(self, stage: str) -> RunMemory:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
@@ -33,7 +34,6 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.worker_base import WorkerBase
 
 from qerl_pl.hopper import patches
-from qerl_pl.memory.settings import GRAPH_SEQUENCES
 
 
 @dataclass
@@ -78,8 +78,12 @@ class DecodingGraphs:
     addresses, waits for this copy.
     """
 
-    def __init__(self, runner: GPUModelRunner) -> None:
+    def __init__(self, runner: GPUModelRunner, most: int) -> None:
         assert runner.sampler is not None
+        self.most = most
+        """Largest number of tokens of a step that is run by graphs."""
+        self.captures = True
+        """Whether graphs are captured for further steps; False after memory ran out in a capture."""
         self.runner, self.sampler = runner, runner.sampler
         self.prepare_inputs_plainly = runner.prepare_inputs
         self.prepare_attention_plainly = runner.prepare_attn
@@ -111,13 +115,14 @@ class DecodingGraphs:
     ) -> InputBatch:
         """Write the model's inputs; replaces the model runner's method of this name."""
         before, self.step, self.uncaptured = self.step, None, None
-        decodes = is_decoding(batch_req_state, batch_desc) and not scheduler_output.has_structured_output_requests
+        decodes = is_decoding(batch_req_state, batch_desc, self.most)
+        decodes = decodes and not scheduler_output.has_structured_output_requests
         size = len(batch_req_state.req_ids), batch_req_state.num_tokens
         step = self.steps.get((*size, batch_desc)) if decodes else None
         if step is None:
             self.kind = None
             batch = self.prepare_inputs_plainly(scheduler_output, batch_req_state, batch_desc, num_active_loras)
-            self.uncaptured = (batch, batch_desc) if decodes else None
+            self.uncaptured = (batch, batch_desc) if decodes and self.captures else None
             return batch
         if not step.describe(batch_req_state, self.runner) or step is not before:
             self.kind = None
@@ -161,7 +166,7 @@ class DecodingGraphs:
             self.is_updated = True
             return sampled
         sampled = self.sample_plainly(hidden_states, input_batch, grammar_output)
-        if self.kind is not None:
+        if self.kind is not None and self.captures:
             self.capture(hidden_states, self.kind)
         return sampled
 
@@ -171,9 +176,8 @@ class DecodingGraphs:
             self.update_state_plainly(*arguments, **named)
 
     def capture(self, hidden_states: torch.Tensor, kind: Hashable) -> None:
-        """Capture the kernel launches that vLLM has just made for the current decoding step. If GPU memory runs out, no
-        graph is kept and torch's cached memory is freed, which torch cannot do during a capture; the next such step
-        tries again."""
+        """Capture the kernel launches that vLLM has just made for the current decoding step. If GPU memory runs out,
+        torch's cached memory is freed, which torch cannot do during a capture, and no further graph is captured."""
         try:
             step = self.step
             if self.uncaptured:
@@ -181,8 +185,12 @@ class DecodingGraphs:
                 step = self.steps[batch.num_reqs, batch.num_tokens, desc] = self.capture_inputs(batch, desc)
             assert step is not None
             step.sampling[kind] = self.capture_sampling(hidden_states, step.batch)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            if "out of memory" not in str(error):
+                raise
+            self.captures = False
             torch.cuda.empty_cache()
+            rank_zero_info("no memory is left for further CUDA graphs of decoding steps, which are slower without")
 
     def capture_inputs(self, batch: InputBatch, desc: BatchExecutionDescriptor) -> Step:
         """Capture the launches that write the model's inputs for decoding steps of the shape of ``batch``. The graph
@@ -243,11 +251,11 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor) -> bool:
+def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor, most: int) -> bool:
     """Return whether the launches of a step can be captured: all of its sequences decode, with equally many drafted
-    tokens, it has at most ``GRAPH_SEQUENCES`` tokens, and vLLM runs the decoder blocks as one CUDA graph."""
+    tokens, it has at most ``most`` tokens, and vLLM runs the decoder blocks as one CUDA graph."""
     drafts, num = state.num_draft_tokens_np, len(state.req_ids)
-    if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > GRAPH_SEQUENCES:
+    if desc.cg_mode != CUDAGraphMode.FULL or state.has_prefill or state.num_tokens > most:
         return False
     if drafts is None:
         return state.num_tokens == num
@@ -275,12 +283,12 @@ def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
     return scales, sampler.get_logprobs_dims(rows)
 
 
-def use_graphs(worker: WorkerBase) -> None:
-    """Make vLLM run decoding steps entirely as CUDA graphs, unless the worker does not use vLLM's model runner V2 or
-    not all blocks of the model compute attention by FlashAttention."""
+def use_graphs(worker: WorkerBase, most: int) -> None:
+    """Make vLLM run decoding steps of up to ``most`` tokens entirely as CUDA graphs, unless the worker does not use
+    vLLM's model runner V2 or not all blocks of the model compute attention by FlashAttention."""
     runner: Any = worker.model_runner
     if type(runner) is not GPUModelRunner or type(runner.model_state) is not DefaultModelState:
         return
     builders = {type(group.get_metadata_builder()) for groups in runner.attn_groups for group in groups}
     if builders == {FlashAttentionMetadataBuilder}:
-        patches.graphs_of_decoding_steps(runner, DecodingGraphs(runner))
+        patches.graphs_of_decoding_steps(runner, DecodingGraphs(runner, most))

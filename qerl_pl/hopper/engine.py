@@ -91,12 +91,12 @@ def spare(scheduler: Any) -> None:
     scheduler.is_lean = not scheduler.defer_block_free
 
 
-def use_graphs(worker: Any) -> None:
+def use_graphs(worker: Any, most: int) -> None:
     """Make vLLM replay CUDA graphs for the kernels that a decoding step launches before and after the model's decoder
     blocks (``decoding_graphs``)."""
     from qerl_pl.hopper import decoding_graphs
 
-    decoding_graphs.use_graphs(worker)
+    decoding_graphs.use_graphs(worker, most)
 
 
 def speculative_arguments(max_num_seqs: int) -> dict[str, Any]:

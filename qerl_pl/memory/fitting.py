@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from qerl_pl.memory import parts
 from qerl_pl.memory.plan import Plan, plan
-from qerl_pl.memory.settings import EngineMemory, RunMemory
+from qerl_pl.memory.settings import FEW_GRAPH_SEQUENCES, EngineMemory, RunMemory
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.recompute import Recompute, Setting, ladder
 
@@ -28,6 +28,10 @@ HEADROOM = 0.04
 STEP = 256
 """Distance, in tokens, between the micro-batch sizes that are tried; a chosen size is a multiple of it, or exactly the
 longest prompt and completion together."""
+
+LARGE_STEP = 4096
+"""The same distance above ``USUAL_MICRO_BATCH``. It is so large that small changes of the free memory seldom change the
+size of a micro-batch, and with it the last bits of gradients."""
 
 # The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): times of passes are
 # within 1 % of (tokens + OVERHEAD) * (1 + share) times a constant, from 4096 to 16384 tokens. The overhead, the time of
@@ -51,12 +55,22 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     completion together. The level of gradient checkpointing is the one with which a training pass takes the least time
     per token or, if none fits, the least memory. The KV cache holds all sequences of a rollout at their maximum length
     or as many as fit, and at least one. If this leaves memory to spare, the KV cache stays allocated during training,
-    and micro-batches of models with small blocks are larger (``usual_micro_batch``).
+    and micro-batches of models with small blocks are larger (``usual_micro_batch``). Decoding steps of many sequences
+    run as CUDA graphs if that changes neither the level of gradient checkpointing nor the KV cache.
     """
     if run.teacher is not None and run.teacher.keep == "auto":
         kept = [replace(run, teacher=replace(run.teacher, keep=place)) for place in ("gpu", "host")]
         plans = [fitted(shape, one, gpu_bytes) for one in kept]
         return next((one for one in plans if one.peak <= usable(gpu_bytes)), plans[-1])
+    many, engine = _fitted(shape, run, gpu_bytes), run.engine
+    if engine is None or engine.max_num_seqs <= FEW_GRAPH_SEQUENCES:
+        return many
+    few = _fitted(shape, replace(run, engine=replace(engine, graph_sequences=FEW_GRAPH_SEQUENCES)), gpu_bytes)
+    chosen = [(each.run.gradient_checkpointing, each.kv_cache_bytes) for each in (many, few)]
+    return many if many.peak <= usable(gpu_bytes) and chosen[0] == chosen[1] else few
+
+
+def _fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     offered = checkpointing_options(shape, run, gpu_bytes)
     fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
     chosen = min(fitting, key=lambda option: option.time, default=offered[-1])
@@ -88,7 +102,7 @@ class Option(NamedTuple):
     setting: Setting
     tokens: int
     train: int
-    """Peak bytes of GPU memory of training passes, during which the engine sleeps and its KV cache is free."""
+    """Peak bytes of GPU memory of training passes if the engine's KV cache is freed during them."""
     time: float
     """Predicted time per token of training passes (``time_per_token``)."""
 
@@ -154,12 +168,12 @@ def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int
 
 
 def usual_micro_batch(shape: ModelShape) -> int:
-    """Return the number of tokens, a multiple of ``STEP``, of a micro-batch if memory suffices: the smaller the blocks
-    of the model, the more tokens, because the time of launching a block's kernels depends on neither."""
+    """Return the number of tokens, a multiple of ``LARGE_STEP``, of a micro-batch if memory suffices: the smaller the
+    blocks of the model, the more tokens, because the time of launching a block's kernels depends on neither."""
     if shape.experts.layers:
         return USUAL_MICRO_BATCH
     weights = sum(number * rows * columns for number, block in shape.linears for _, rows, columns in block)
-    tokens = int(BLOCK_WORK * shape.num_layers / weights) // STEP * STEP
+    tokens = int(BLOCK_WORK * shape.num_layers / weights) // LARGE_STEP * LARGE_STEP
     return max(USUAL_MICRO_BATCH, min(tokens, LARGEST_MICRO_BATCH))
 
 
@@ -177,7 +191,8 @@ def cache_bytes(shape: ModelShape, run: RunMemory, engine: EngineMemory, *, num_
 
 def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int, *, most: int = USUAL_MICRO_BATCH) -> int:
     longest = run.longest_row
-    choices = [longest, *range(ceil(longest / STEP) * STEP, most + 1, STEP)]
+    choices = [longest, *range(ceil(longest / STEP) * STEP, USUAL_MICRO_BATCH + 1, STEP)]
+    choices += range(max(USUAL_MICRO_BATCH, choices[-1]) + LARGE_STEP, most + 1, LARGE_STEP)
 
     def train(tokens: int) -> int:
         return plan(shape, replace(run, micro_batch_tokens=tokens)).train

@@ -9,7 +9,7 @@ in ``policy/lora_product.py``, ``policy/attention.py``, ``policy/logprobs.py`` a
 from collections.abc import Collection
 from math import ceil
 
-from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, GRAPH_SEQUENCES, EngineMemory, RunMemory
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, EngineMemory, RunMemory
 from qerl_pl.memory.shape import ModelShape
 from qerl_pl.policy.delta_net import GROUP_TOKENS
 from qerl_pl.policy.logprobs import CHUNK_BYTES
@@ -287,10 +287,10 @@ def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -
 
 def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int:
     """Return the bytes that vLLM keeps even while it sleeps: the model's CUDA graphs; those of decoding steps of up to
-    ``GRAPH_SEQUENCES`` sequences, with two fp32 copies of the logits of that many sequences; and, for each sequence, an
-    int32 and a bit per token of the vocabulary for repetition penalties. With speculative decoding, vLLM also has a set
-    of graphs for each number of drafted tokens, logits for each of these, and the tokens of all sequences, up to
-    ``length`` int32 each, in which it looks for drafts.
+    ``graph_sequences`` sequences, with two fp32 copies of the logits of that many sequences (models with recurrent
+    layers have none); and, for each sequence, an int32 and a bit per token of the vocabulary for repetition penalties.
+    With speculative decoding, vLLM also has a set of graphs for each number of drafted tokens, logits for each of
+    these, and the tokens of all sequences, up to ``length`` int32 each, in which it looks for drafts.
     """
     num_seqs = engine.max_num_seqs
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)
@@ -299,7 +299,7 @@ def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int
         sets += len(DRAFTS_BY_SEQUENCES)
         rows = max(rows, *(min(num_seqs, most) * (1 + drafts) for most, drafts in DRAFTS_BY_SEQUENCES))
         counts += num_seqs * 4 * length
-    rows = min(rows, GRAPH_SEQUENCES)
+    rows = 0 if shape.recurrent.num_layers else min(rows, engine.graph_sequences)
     graphs = sets * GRAPHS_PER_LAYER * shape.num_layers + rows * (GRAPHS_PER_COUNT + 2 * 4 * shape.vocabulary)
     return counts + (0 if engine.enforce_eager else graphs)
 

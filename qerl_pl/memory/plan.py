@@ -122,7 +122,7 @@ def _vllm(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> dict[str, 
     assert engine.kv_cache_bytes is not None, "choose kv_cache_bytes first"
     itemsize, largest = engine.itemsize(run.itemsize), parts.engine_pass(shape, run, engine)
     awake = ("start", "rollout")
-    weights = awake if engine.sleep_level and not engine.keeps_cache else tuple(MOMENTS)
+    weights = awake if engine.sleep_level else tuple(MOMENTS)
     base = parts.engine_base(shape, run, engine) - shared_base(shape, run)
     state = parts.engine_state(shape, engine, length=run.max_model_len)
     workspace = parts.expert_workspace(shape, itemsize, batched_tokens=engine.batched_tokens)

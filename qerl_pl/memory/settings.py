@@ -14,14 +14,15 @@ from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 
 DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
-GRAPH_SEQUENCES = 512
-"""Largest number of sequences for which vLLM's decoding steps run entirely as CUDA graphs, which keep memory for the
-logits: the largest number for which vLLM itself captures graphs of the decoder blocks. Where the host launches kernels
-one by one, it takes longer for a step than the GPU: with a 0.5B also in steps of 256 sequences."""
+GRAPH_SEQUENCES, FEW_GRAPH_SEQUENCES = 512, 64
+"""Largest numbers of sequences for which vLLM's decoding steps run entirely as CUDA graphs, which keep memory for the
+logits: usually, the largest number for which vLLM itself captures graphs of the decoder blocks, and where memory is
+short. Where the host launches kernels one by one, it takes longer for a step than the GPU: with a 7B in steps of up to
+64 sequences, with a 0.5B also in steps of 256."""
 DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
 """Pairs (S, D) for speculative decoding, in ascending order of S: a decoding step of at most S sequences verifies D
 drafted tokens per sequence. The first pair that fits counts; with more sequences, no tokens are drafted. No step with
-drafts has more than ``GRAPH_SEQUENCES`` tokens."""
+drafts has more than ``FEW_GRAPH_SEQUENCES`` tokens."""
 CHECKED_TOKENS = 6144
 """Largest number of tokens of a pass in which the trainer checks completions while the engine is awake, so that it
 takes less memory than the engine's own passes."""
@@ -44,6 +45,8 @@ class EngineMemory:
     enforce_eager: bool = False
     sleep_level: int = 0
     """Level of vLLM's sleep mode: 0 frees the KV cache, 1 also the weights and the engine's copy of the adapter."""
+    graph_sequences: int = GRAPH_SEQUENCES
+    """Largest number of sequences of decoding steps that run entirely as CUDA graphs."""
     keeps_cache: bool = False
     """Whether the KV cache stays allocated while the trainer works, because the GPU has memory to spare."""
     one_copy: bool = False

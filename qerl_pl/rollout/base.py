@@ -164,9 +164,9 @@ class RolloutEngine(Protocol):
         is None."""
         ...
 
-    def plan_cache(self, num_bytes: int | None, *, keep: bool = False) -> None:
-        """Set the bytes of the KV cache that ``start`` will allocate; None means that the engine's settings decide.
-        With ``keep``, ``sleep`` does not free the cache, because there is memory to spare."""
+    def plan_memory(self, planned: EngineMemory | None) -> None:
+        """Take the sizes that the memory plan has chosen, before ``start`` is called: ``memory`` with all open sizes
+        filled in, such as the bytes of the KV cache; None if ``memory`` is None."""
         ...
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
@@ -214,8 +214,8 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """End sampling until ``wake`` is called, and free GPU memory of the engine, unless ``plan_cache`` has been told
-        to ``keep`` it."""
+        """End sampling until ``wake`` is called, and free GPU memory of the engine, unless the memory plan says that
+        it can stay allocated."""
         ...
 
     def wake(self) -> None:

@@ -23,6 +23,7 @@ from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.isolation import preserved_rng
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Completion
+from qerl_pl.memory.settings import EngineMemory
 from qerl_pl.model.stop import StopStrings, tokenizer_of
 from qerl_pl.noise.fp32_norms import weights_replaced
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
@@ -58,7 +59,7 @@ class TransformersEngine:
         """None, because this engine samples with the trainer's model."""
         return None
 
-    def plan_cache(self, num_bytes: int | None, *, keep: bool = False) -> None:
+    def plan_memory(self, planned: EngineMemory | None) -> None:
         """Do nothing; ``batch_tokens`` decides the size of this engine's KV cache."""
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:

@@ -62,8 +62,9 @@ class ModuleSettings:
             mini-batches). With more than 1, old log-probabilities take one more forward pass per rollout.
             trainer.max_steps counts all optimizer steps.
         micro_batch_tokens: limit on the tokens in one forward and backward pass; null: 16384, or as many as fit on the
-            GPU; for models below 4B up to 32768 if memory is ample. If memory runs out, the run continues with half as
-            many. On a GPU, a prompt that several completions of a micro-batch share is computed and counted once.
+            GPU; for dense models below 3B up to 32768 if vLLM samples and memory is ample. If memory runs out, the run
+            continues with half as many. On a GPU, a prompt that several completions of a micro-batch share is computed
+            and counted once.
         dtype: compute dtype of trainer and engine; the adapter's master weights are always fp32.
         gradient_checkpointing: activations that backward recomputes instead of keeping them. none: keep all; selective:
             results of element-wise operations (with lora.dropout, of linear layers too); a number n: all activations of

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         smallest = smallest_gpu(shape, run)
     print_plan(plan, gpu_bytes)
     print_choices(plan, shape)
-    print_options(checkpointing_options(shape, run, gpu_bytes), gpu_bytes)
+    print_options(checkpointing_options(shape, replace(run, engine=plan.run.engine), gpu_bytes), plan, gpu_bytes)
     fits = plan.peak <= usable(gpu_bytes)
     limit = f"{usable(gpu_bytes) / GIB:.1f} GiB, what may be used of {gpu_bytes / GIB:.1f}"
     if fits:
@@ -192,6 +192,8 @@ def print_choices(plan: Plan, shape: ModelShape) -> None:
         at_once = min(engine.max_num_seqs, run.rows)
         print(f"model.engine.init_args.kv_cache_bytes: {plan.kv_cache_bytes}")
         print(f"  room for {room:.0f} of the longest sequences; {at_once} are sampled at a time")
+        if plan.keeps_cache:
+            print("  it stays allocated while the trainer works, because there is memory to spare")
     kernels = "norms, rotary embeddings and SwiGLU by liger-kernel" if run.fused else "by transformers' own modules"
     print(f"element-wise work: {kernels}")
     if slower := without_native_kernels(shape):
@@ -211,10 +213,11 @@ def without_native_kernels(shape: ModelShape) -> str:
     )
 
 
-def print_options(offered: list[Option], gpu_bytes: int) -> None:
+def print_options(offered: list[Option], plan: Plan, gpu_bytes: int) -> None:
     """Print a table of the possible values of gradient_checkpointing: for each value, the micro-batch size, and the
-    predicted memory and time per token, which is relative to the fastest value. Nothing is printed if the user's
-    settings leave only one value of gradient_checkpointing."""
+    predicted memory and time per token, which is relative to the fastest value. The chosen value has the micro-batch
+    size and the memory of the plan, which may be larger where there is memory to spare. Nothing is printed if the
+    user's settings leave only one value of gradient_checkpointing."""
     if len(offered) == 1:
         return
     table = Table("checkpointing", "tokens per pass", "GiB", "fits", "time per token")
@@ -222,7 +225,9 @@ def print_options(offered: list[Option], gpu_bytes: int) -> None:
     for option in offered:
         fits = "yes" if option.train <= usable(gpu_bytes) else "no"
         time = f"{option.time / best:.2f}"
-        table.add_row(str(option.setting), str(option.tokens), f"{option.train / GIB:.2f}", fits, time)
+        is_chosen = option.setting == plan.run.gradient_checkpointing
+        tokens, train = (plan.micro_batch_tokens, plan.train) if is_chosen else (option.tokens, option.train)
+        table.add_row(str(option.setting), str(tokens), f"{train / GIB:.2f}", fits, time)
     Console().print(table)
 
 

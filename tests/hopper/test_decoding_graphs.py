@@ -52,10 +52,8 @@ def graphs(engine: VLLMEngine) -> Any:
 def plain_and_by_graphs(engine: VLLMEngine, sampling: Sampling, **how: Any) -> tuple[list, list]:
     """Sample the same completions twice: by kernels that vLLM launches itself, and by replaying CUDA graphs that a call
     in between has captured. Returns both results, log-probabilities included."""
-    from qerl_pl.hopper import decoding_graphs
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding_graphs, "GRAPH_SEQUENCES", 0)
+        patch.setattr(graphs(engine), "most", 0)
         plain = engine.generate(PROMPTS, sampling, 5, **how)
     captured = engine.generate(PROMPTS, sampling, 5, **how)
     assert captured == plain
@@ -167,8 +165,10 @@ def test_graphs_stay_valid_over_sleep(engine, level):
         ({"num_draft_tokens_np": np.array([2, 2, 1]), "num_tokens": 8}, False),
         ({"num_draft_tokens_np": np.array([2, 1, 3]), "num_tokens": 9}, False),
         ({"num_draft_tokens_np": np.full(3, 2), "num_tokens": 10}, False),
+        ({"num_draft_tokens_np": np.full(3, 20), "num_tokens": 63}, True),
         ({"num_draft_tokens_np": np.full(3, 21), "num_tokens": 66}, False),
         ({"num_tokens": 4}, False),
+        ({"req_ids": ["a"] * 64, "num_tokens": 64}, True),
         ({"req_ids": ["a"] * 65, "num_tokens": 65}, False),
         ({"cg_mode": "PIECEWISE"}, False),
     ],
@@ -181,7 +181,7 @@ def test_only_steps_of_equally_many_tokens_per_sequence_are_run_by_graphs(change
 
     state = {"req_ids": ["a", "b", "c"], "num_tokens": 3, "has_prefill": False, "num_draft_tokens_np": None} | changes
     mode = CUDAGraphMode[changes.get("cg_mode", "FULL")]
-    assert is_decoding(SimpleNamespace(**state), SimpleNamespace(cg_mode=mode)) is expected  # type: ignore[arg-type]
+    assert is_decoding(SimpleNamespace(**state), SimpleNamespace(cg_mode=mode), 64) is expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from qerl_pl.memory import fitting
 from qerl_pl.memory.advice import Change, advice, advice_text, with_changes
 from qerl_pl.memory.fitting import (
     AMPLE,
+    LARGE_STEP,
     LARGEST_MICRO_BATCH,
     STEP,
     USUAL_MICRO_BATCH,
@@ -30,7 +31,7 @@ from qerl_pl.memory.fitting import (
 )
 from qerl_pl.memory.parts import kv_token_bytes
 from qerl_pl.memory.plan import MOMENTS, TRAINING, Plan, plan
-from qerl_pl.memory.settings import EngineMemory, RunMemory, state_bytes
+from qerl_pl.memory.settings import FEW_GRAPH_SEQUENCES, GRAPH_SEQUENCES, EngineMemory, RunMemory, state_bytes
 from qerl_pl.memory.shape import ModelShape, config_shape
 from qerl_pl.policy.recompute import Recompute, ladder
 from qerl_pl.quant.formats import Format
@@ -119,6 +120,7 @@ def test_a_cache_stays_allocated_where_memory_is_ample_and_then_costs_nothing_el
         assert level == 0
         assert found.peak <= usable(int(AMPLE * gib * GIB))
         assert without.micro_batch_tokens <= found.micro_batch_tokens <= usual_micro_batch(shape)
+        assert found.run.engine.graph_sequences == GRAPH_SEQUENCES
         assert found.parts["KV cache"]["block"] == found.kv_cache_bytes
         assert "stays allocated" in found.summary()
     else:
@@ -135,13 +137,30 @@ def test_small_models_have_larger_micro_batches():
     }
     usual = {size: usual_micro_batch(shape) for size, shape in shapes.items()}
     assert list(usual.values()) == sorted(usual.values(), reverse=True)
-    assert usual["0.5B"] == LARGEST_MICRO_BATCH > usual["1.5B"] > usual["3B"] > usual["7B"]
-    assert usual["7B"] == usual["32B"] == USUAL_MICRO_BATCH
-    assert all(tokens % STEP == 0 for tokens in usual.values())
+    assert usual["0.5B"] == LARGEST_MICRO_BATCH > usual["1.5B"] > usual["3B"]
+    assert usual["3B"] == usual["7B"] == usual["32B"] == USUAL_MICRO_BATCH
+    assert all(tokens % LARGE_STEP == 0 for tokens in usual.values())
+
+
+@pytest.mark.parametrize("gib", range(6, 42, 6))
+@pytest.mark.parametrize("size", SHAPES)
+def test_graphs_for_many_sequences_take_nothing_that_a_run_needs(size, gib):
+    """With graphs of decoding steps for up to 512 sequences, a run has the same KV cache and recomputes as much as with
+    those for 64; where this is impossible, it has those for 64."""
+    run = replace(PAPER, rows=16, gradient_checkpointing="auto")
+    found, few = (
+        fitted(SHAPES[size], replace(run, engine=EngineMemory(graph_sequences=most)), gib * GIB) for most in (512, 64)
+    )
+    assert found.run.engine is not None
+    assert found.kv_cache_bytes == few.kv_cache_bytes
+    assert found.run.gradient_checkpointing == few.run.gradient_checkpointing
+    assert (found.peak <= usable(gib * GIB)) == (few.peak <= usable(gib * GIB))
+    assert found.run.engine.graph_sequences == 512 or found == few
 
 
 def test_what_is_given_is_kept():
-    given_run = replace(PAPER, micro_batch_tokens=5000, engine=EngineMemory(kv_cache_bytes=GIB))
+    engine = EngineMemory(kv_cache_bytes=GIB, graph_sequences=FEW_GRAPH_SEQUENCES)
+    given_run = replace(PAPER, micro_batch_tokens=5000, engine=engine)
     assert fitted(SHAPES["32B"], given_run, 24 * GIB).run == given_run
 
 
@@ -352,12 +371,13 @@ def test_no_setting_that_fits_trains_faster_than_the_one_that_is_chosen(size, gi
     shape, card = SHAPES[size], gib * GIB
     result = fitted(shape, AUTO, card)
     chosen = result.run.gradient_checkpointing
-    offered = {option.setting: option for option in checkpointing_options(shape, AUTO, card)}
+    auto = replace(AUTO, engine=result.run.engine)
+    offered = {option.setting: option for option in checkpointing_options(shape, auto, card)}
     larger = usual_micro_batch(shape) if result.keeps_cache else offered[chosen].tokens
     assert offered[chosen].tokens <= result.micro_batch_tokens <= larger
     for setting, option in offered.items():
         given_run = fitted(shape, replace(AUTO, gradient_checkpointing=setting), card)
-        assert given_run.keeps_cache or given_run.micro_batch_tokens == option.tokens
+        assert given_run.micro_batch_tokens == option.tokens or given_run.run.engine != result.run.engine
         assert not given_run.why
         if given_run.train <= usable(card):
             assert offered[chosen].time <= option.time

@@ -47,7 +47,7 @@ def test_an_engine_without_memory_to_wake_up_stays_asleep():
 
     llm: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True), wake_up=wake_up)
     engine = VLLMEngine()
-    engine._llm, engine._asleep = llm, True
+    engine._llm, engine._asleep, engine._freed = llm, True, True
     with pytest.raises(torch.OutOfMemoryError):
         engine.wake()
     with pytest.raises(RuntimeError, match="asleep"):

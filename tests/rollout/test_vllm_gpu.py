@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level)
 @pytest.mark.alone
 def test_a_kept_cache_stays_allocated_while_the_engine_sleeps(engine):
     engine.sleep_level = 0
-    engine.plan_cache(CACHE_BYTES, keep=True)
+    engine.plan_memory(replace(engine.memory, keeps_cache=True))
     try:
         samples, awake = engine.generate(PROMPTS, SAMPLING, 5), used()
         engine.sleep()
@@ -89,7 +90,7 @@ def test_a_kept_cache_stays_allocated_while_the_engine_sleeps(engine):
         engine.wake()
         assert engine.generate(PROMPTS, SAMPLING, 5) == samples
     finally:
-        engine.plan_cache(CACHE_BYTES)
+        engine.plan_memory(engine.memory)
 
 
 def test_an_engine_sleeps_beside_a_process_that_takes_and_frees_memory(engine):

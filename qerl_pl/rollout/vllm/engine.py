@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -70,8 +71,9 @@ class VLLMEngine:
         block_size: tokens per block of the KV cache; None means vLLM's default.
         enable_prefix_caching: share the KV cache of a prompt among its completions; no effect with recurrent layers.
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
-        sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache; 1: also the weights, which are
-            kept in host memory. On a CPU nothing is freed. vLLM's level 2 fails with adapters.
+        sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache, unless the GPU has memory to
+            spare; 1: the cache and the weights, which are kept in host memory. On a CPU nothing is freed. vLLM's level
+            2 fails with adapters.
         decoding_kernel: which kernels multiply by the weights of an NVFP4 base. "native": the CUDA kernels of this
             project (`docs/kernels.md`), which need a Hopper GPU, bfloat16, cuda-bindings and a tested version of vLLM.
             In forward passes of more than 2048 tokens, that is, of many prompts, the weight of each linear layer is
@@ -107,13 +109,12 @@ class VLLMEngine:
         self.draft_history: list[list[int]] = []
         """Counts of earlier rollouts, in the form of ``hopper/draft_guard.py``, which decide for how many sequences the
         next calls draft tokens. If empty, as outside of training, steps of up to 32 sequences have drafts."""
-        self._cache_bytes, self._keeps_cache = self.kv_cache_bytes, False
-        """Bytes of the KV cache, the user's setting or the result of the memory plan, and whether the engine keeps this
-        memory while it sleeps."""
+        self._planned: EngineMemory | None = None
+        """Sizes that the memory plan has chosen; None without a plan."""
         self.start_s: dict[str, float] = {}
         """Seconds of each phase of the last start: imports, vLLM, adapter slots, adapter kernels."""
         self._llm: LLM | None = None
-        self._asleep = False
+        self._asleep = self._freed = False  # whether the engine sleeps, and has freed memory
 
     @property
     def memory(self) -> EngineMemory:
@@ -134,9 +135,11 @@ class VLLMEngine:
     returns_routes = True
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
 
-    def plan_cache(self, num_bytes: int | None, *, keep: bool = False) -> None:
-        """Set the size of the KV cache that ``start`` will allocate, and whether it stays allocated in ``sleep``."""
-        self._cache_bytes, self._keeps_cache = self.kv_cache_bytes if num_bytes is None else num_bytes, keep
+    def plan_memory(self, planned: EngineMemory | None) -> None:
+        """Take the size of the KV cache that ``start`` will allocate, whether ``sleep`` keeps it, and how many
+        sequences the CUDA graphs of whole decoding steps are for."""
+        assert planned is not None
+        self._planned = planned
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
         """Start vLLM with the policy's base and adapter. Raises ValueError if vLLM does not start, or if
@@ -151,7 +154,7 @@ class VLLMEngine:
         self._end_tokens = end_tokens(policy.base, policy.config)
         self._llm, self._on_cpu, self._owns_group, recorder = launch(
             policy,
-            replace(self.memory, kv_cache_bytes=self._cache_bytes),
+            self._planned or self.memory,
             self._arguments | self._speculative_arguments(policy),
             dtype=self.dtype,
             max_model_len=max_model_len,
@@ -209,7 +212,7 @@ class VLLMEngine:
                 if faster and self.speculates:
                     self._drafts = self._call(faster.speculate)
                 if faster:
-                    self._call(faster.use_graphs)
+                    self._call(faster.use_graphs, (self._planned or self.memory).graph_sequences)
         self.load_adapter(self._policy.adapter_state())
 
     def generate(
@@ -290,11 +293,14 @@ class VLLMEngine:
         # finish a step that vLLM scheduled before it knew that all requests had ended
         while core.engine_core.batch_queue:
             core.get_output()
-        if self._frees():
+        self._freed = llm.model_config.enable_sleep_mode and not (self._planned and self._planned.keeps_cache)
+        if self._freed:
             with patches.sleep_beside_other_processes(memory.given_back):
                 llm.sleep(level=self.sleep_level)
             if self.sleep_level == 0:
                 llm.release_kv_cache_memory()
+        else:
+            gc.collect()  # as vLLM does before it sleeps: objects in cycles may hold GPU memory
         self._asleep = True
 
     def wake(self) -> None:
@@ -302,14 +308,9 @@ class VLLMEngine:
         if not self._asleep:
             return
         assert self._llm is not None
-        if self._frees():
+        if self._freed:
             self._llm.wake_up()  # if memory is short, the engine stays asleep
-        self._asleep = False
-
-    def _frees(self) -> bool:
-        """Return whether ``sleep`` frees memory."""
-        assert self._llm is not None
-        return self._llm.model_config.enable_sleep_mode and not self._keeps_cache
+        self._asleep = self._freed = False
 
     def close(self) -> None:
         """Shut vLLM down and free its memory and process groups."""
@@ -319,7 +320,7 @@ class VLLMEngine:
         with preserved_rng(), setup.trainers_group(engines_own=self._owns_group):
             self._call(memory.free)
             self._llm.llm_engine.engine_core.shutdown()
-        self._llm, self._drafts, self._asleep = None, None, False
+        self._llm, self._drafts, self._asleep, self._freed = None, None, False, False
         del self._policy, self._base_norms, self._clean_norms
         memory.collect()
 
