@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from qerl_pl.base.gguf import gguf_folder, is_gguf
+from qerl_pl.common.files import searched
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.model.tokenizer import check_text_survives, load_tokenizer
 from qerl_pl.quant.declared import read_layout
@@ -58,8 +59,9 @@ def check_base(path: str | Path) -> Mapping:
         )
     if not Path(path).is_dir():
         raise ValueError(
-            f"model.base: there is no folder {path}; give a model's name on the hub (OWNER/MODEL), a downloaded "
-            "checkpoint (hf download NAME --local-dir FOLDER), or the quickstart's, of `qerl tiny` and `qerl quantize`"
+            f"model.base: there is no folder {searched(path)}; give a model's name on the hub (OWNER/MODEL), a "
+            "downloaded checkpoint (hf download NAME --local-dir FOLDER), or the quickstart's, of `qerl tiny` and "
+            "`qerl quantize`"
         )
     checkpoint = Checkpoint(path)
     config = check_family(checkpoint.path)

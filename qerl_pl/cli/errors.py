@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from qerl_pl.cli.other_folders import module_elsewhere, path_elsewhere
 from qerl_pl.cli.yaml_files import BASE_CONFIG, FOLLOWING, config_files, follows
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.run_folder import plain_yaml
@@ -134,6 +135,7 @@ def of_error(error: Exception, arguments: Sequence[str]) -> str:
     if seed := re.fullmatch(r"(-?\d+) is not in bounds, numpy accepts (.*)", str(error)):
         return f"seed_everything is {seed[1]}; expected a whole number {seed[2]}"
     text, name = of_the_value(str(error), arguments), _constructor_of(error)
+    text += path_elsewhere(text, arguments)
     return text if not name or name in UNNAMED or name in text else f"{name}: {text}"
 
 
@@ -179,8 +181,8 @@ def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
     if module:
         where = _where(rf"\b{re.escape(module[1])}\b", arguments)
         return (
-            f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory and "
-            "among the installed packages"
+            f"{place}: there is no module {module[1]}{where}; modules are searched for in the working directory "
+            f"{Path.cwd()} and among the installed packages{module_elsewhere(module[1], arguments)}"
         )
     if lacking := re.search(r"Import path ([\w.]+) does not implement protocol (\w+)", cause):
         methods = "; ".join(_methods_to_mend(lacking[1], lacking[2]))

@@ -4,9 +4,11 @@ prints short errors and a readable ``--help``, and writes configurations in whic
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import chdir
 from contextvars import Context
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -28,6 +30,7 @@ class Parser(LightningArgumentParser):
     def __init__(self, **named: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **named})
         self._negative_number_matcher = NEGATIVE  # argparse's takes -1e-3 and -inf for options
+        self._started_in = Path.cwd()  # while jsonargparse reads a file, the working directory is the file's folder
 
     def format_help(self, *args: Any, **named: Any) -> str:
         """Format ``--help``, with a title for each section that describes it, and with the section ``trainer`` last."""
@@ -76,7 +79,8 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         keys = [action.dest for action in parser._actions]
-        self.exit(2, f"error: {in_short(message, keys=keys, arguments=sys.argv[1:])}\n")
+        with chdir(self._started_in):
+            self.exit(2, f"error: {in_short(message, keys=keys, arguments=sys.argv[1:])}\n")
 
 
 def spelt_out(arguments: Sequence[str]) -> list[str]:

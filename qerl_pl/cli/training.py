@@ -42,6 +42,7 @@ from qerl_pl.cli.console import quieten
 from qerl_pl.cli.errors import of_error
 from qerl_pl.cli.evaluation_folder import evaluation_folder
 from qerl_pl.cli.help_text import DESCRIPTIONS, FORM
+from qerl_pl.cli.other_folders import other_modules
 from qerl_pl.cli.parser import Parser, accept_words, spelt_out
 from qerl_pl.cli.run_date import run_date
 from qerl_pl.cli.smoke import HELP, WholeRun, shorten
@@ -155,6 +156,8 @@ class QeRLCLI(LightningCLI):
             raise ValueError("weights_only is false; checkpoints are always read without pickled objects: leave it out")
         check_class_paths(config)
         check_methods(config)
+        for sentence in other_modules(sys.argv[1:]):
+            rank_zero_warn(sentence)
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         if not config.trainer.logger:
             raise ValueError("trainer.logger is off; curves and files of a run are written by its loggers: leave it on")

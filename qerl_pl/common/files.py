@@ -39,6 +39,12 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
+def searched(path: str | Path) -> str:
+    """Return a path that does not exist as text for an error message; a relative one is followed by the folder in which
+    it was searched for, the working directory."""
+    return str(path) if Path(path).expanduser().is_absolute() else f"{path} (searched in {Path.cwd()})"
+
+
 def check_readable(path: Path) -> None:
     """Raise OSError if a file cannot be opened. It is called before safetensors opens a file, because safetensors says
     of one that this user may not read that it does not exist."""

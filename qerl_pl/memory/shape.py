@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from qerl_pl import native
 from qerl_pl.base.folder import BaseFormat, base_folder
 from qerl_pl.base.prepared import check_format
+from qerl_pl.common.files import searched
 from qerl_pl.model.family import FAMILIES
 from qerl_pl.model.files import CONFIG, Checkpoint, has_vision, read_json
 from qerl_pl.model.hub import hub_config, is_hub_name
@@ -206,8 +207,8 @@ def planned_shape(
     if is_hub_name(base):
         return checkpoint_shape(hub_config(base), dtype, fmt, ignore)
     raise ValueError(
-        f"model.base: there is no folder {base}, and no known model of this name; give a folder with config.json or a "
-        "model's name on the hub (OWNER/MODEL)"
+        f"model.base: there is no folder {searched(base)}, and no known model of this name; give a folder with "
+        "config.json or a model's name on the hub (OWNER/MODEL)"
     )
 
 

@@ -13,6 +13,7 @@ from huggingface_hub import constants, get_session, hf_hub_download, snapshot_do
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import logging
 
+from qerl_pl.common.files import searched
 from qerl_pl.common.phases import phase
 from qerl_pl.model.files import CONFIG, MODELOPT_CONFIG
 
@@ -78,9 +79,9 @@ def _answers(endpoint: str) -> bool:
 _FAULTS = {  # a class comes before the class that it is derived from
     GatedRepoError: "model.base: {0} asks for its licence to be accepted: do so at https://huggingface.co/{0}, then "
     "`hf auth login`",
-    RepositoryNotFoundError: "model.base: there is no folder {0}, and the hub has no model of this name (for a private "
+    RepositoryNotFoundError: "model.base: there is no folder {1}, and the hub has no model of this name (for a private "
     "one: `hf auth login`)",
-    LocalEntryNotFoundError: "model.base: there is no folder {0}, and the hub cannot be reached for a model of this "
+    LocalEntryNotFoundError: "model.base: there is no folder {1}, and the hub cannot be reached for a model of this "
     "name, which its cache here does not have; download it where there is a network (hf download NAME --local-dir "
     "FOLDER)",
     EntryNotFoundError: f"model.base: {{0}} has no {CONFIG}, so it is not a model in Hugging Face layout",
@@ -96,6 +97,6 @@ def _fetched(name: str, fetch: Callable[[], T]) -> T:
         return fetch()
     except tuple(_FAULTS) as error:
         fault = next(text for kind, text in _FAULTS.items() if isinstance(error, kind))
-        raise ValueError(fault.format(name)) from error
+        raise ValueError(fault.format(name, searched(name))) from error
     finally:
         logging.set_verbosity(before)
