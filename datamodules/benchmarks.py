@@ -42,4 +42,4 @@ class Benchmark:
         def problem(row: Row) -> Problem:
             return Problem(row.text(question), row.text("answer").removesuffix(".0"), row=row.columns)
 
-        return read_problems(self.path or path, problem, bad_rows=self.bad_rows, split=split)
+        return read_problems(self.path or path, problem, setting="path", bad_rows=self.bad_rows, split=split)

@@ -28,10 +28,14 @@ class GSM8K:
         BadRows(self.bad_rows)  # refuses other words
 
     def train(self) -> list[Problem]:
-        return read_problems(self.train_path, _problem, bad_rows=self.bad_rows, subset="main", split="train")
+        return _read(self.train_path, "train_path", "train", self.bad_rows)
 
     def validation(self) -> list[Problem]:
-        return read_problems(self.validation_path, _problem, bad_rows=self.bad_rows, subset="main", split="test")
+        return _read(self.validation_path, "validation_path", "test", self.bad_rows)
+
+
+def _read(path: str, setting: str, split: str, bad_rows: OnBadRows) -> list[Problem]:
+    return read_problems(path, _problem, setting=setting, bad_rows=bad_rows, subset="main", split=split)
 
 
 def _problem(row: Row) -> Problem:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from qerl_pl.common.files import searched
 from qerl_pl.common.json_lines import is_null, object_in_text, only_entry, read_json_lines, refuse, stored_text
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.phases import phase
@@ -91,13 +92,19 @@ class Row(NamedTuple):
 
 
 def read_rows(
-    path: str | Sequence[str], *, split: str, subset: str | None = None, bad: Callable[[ValueError], None] = refuse
+    path: str | Sequence[str],
+    *,
+    setting: str,
+    split: str,
+    subset: str | None = None,
+    bad: Callable[[ValueError], None] = refuse,
 ) -> Iterator[Row]:
     """Read the rows of JSON Lines files, .parquet files or a data set of the Hugging Face hub, in order.
 
     Args:
         path: a file, a pattern of files such as ``data/*.parquet`` (read in the order of their names), the name of a
             data set on the hub (or the folder of a copy of one), or a list of these.
+        setting: the source's setting that has the value ``path``, for error messages.
         split: split of a hub data set.
         subset: subset of a hub data set.
         bad: function that is called with the error if a row of a JSON Lines file cannot be read; the default raises the
@@ -106,7 +113,7 @@ def read_rows(
     Raises:
         ValueError: the data cannot be read.
     """
-    paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name)]
+    paths = [file for name in ([path] if isinstance(path, str) else path) for file in _named(name, setting)]
     if not paths:
         raise ValueError("the list of data files is empty; name at least one")
     first: dict[str, str] = {}
@@ -150,12 +157,19 @@ class BadRows:
 
 
 def read_problems(
-    path: str, make: Callable[[Row], Problem], *, bad_rows: OnBadRows, split: str, subset: str | None = None
+    path: str,
+    make: Callable[[Row], Problem],
+    *,
+    setting: str,
+    bad_rows: OnBadRows,
+    split: str,
+    subset: str | None = None,
 ) -> list[Problem]:
     """Read the problems of a table, each made from a row by ``make``, which raises ValueError if the row cannot be
-    used; ``bad_rows`` says whether that ends the program ("refuse") or the row is left out ("drop")."""
+    used; ``bad_rows`` says whether that ends the program ("refuse") or the row is left out ("drop"). ``setting`` is the
+    source's setting that has the value ``path``, for error messages."""
     bad, problems = BadRows(bad_rows), []
-    for row in read_rows(path, split=split, subset=subset, bad=bad):
+    for row in read_rows(path, setting=setting, split=split, subset=subset, bad=bad):
         try:
             problems.append(make(row))
         except ValueError as error:
@@ -170,15 +184,17 @@ def in_share(question: str, share: float) -> bool:
     return int.from_bytes(digest[:8], "little") < share * 2**64
 
 
-def _named(path: str) -> list[str]:
-    """Return the files that match a pattern, sorted by name; ValueError if there are none. A path without a pattern is
-    returned as it is. ``~`` is expanded."""
+def _named(path: str, setting: str) -> list[str]:
+    """Return the files that match a pattern, sorted by name, or the path of a file or data set without a pattern. ``~``
+    is expanded. ValueError, with the name of the setting that has the path: there is no such file."""
     path = os.path.expanduser(path)
     if not glob.has_magic(path) or Path(path).exists():
+        if Path(path).suffix.lower() in (*JSON_LINES, ".parquet") and not Path(path).exists():
+            raise ValueError(f"data.source: {setting}: there is no file {searched(path)}")
         return [path]
     files = sorted(file for file in glob.glob(path, recursive=True) if Path(file).is_file())
     if not files:
-        raise ValueError(f"no file matches {path}")
+        raise ValueError(f"data.source: {setting}: no file matches {searched(path)}")
     return files
 
 
@@ -199,7 +215,7 @@ def _parquet_rows(path: str) -> Iterator[Row]:
     from datamodules.arrow import parquet_rows  # pyarrow is heavy, and files of this kind are rare
 
     if not Path(path).is_file():
-        raise ValueError(f"data file {path} does not exist")
+        raise ValueError(f"{path} is no file; name the files in a folder by a pattern, such as data/*.parquet")
     for number, columns in enumerate(parquet_rows(path)):
         yield Row(f"{path}, row {number}", columns)
 

@@ -78,7 +78,7 @@ class Table:
 
     def train(self) -> list[Problem]:
         """Return the training problems that pass the filters ``only`` and ``between``, in the order of the table."""
-        problems = self._read(self.train_path, self.train_split, Filters(self.only, self.between))
+        problems = self._read(self.train_path, "train_path", self.train_split, Filters(self.only, self.between))
         if self.validation_share is None:
             return problems
         return [problem for problem in problems if not in_share(problem.question, self.validation_share)]
@@ -87,16 +87,16 @@ class Table:
         """Return the validation problems, in the order of the table."""
         everything = Filters(None, None)
         if self.validation_path is not None:
-            return self._read(self.validation_path, self.validation_split, everything)
+            return self._read(self.validation_path, "validation_path", self.validation_split, everything)
         assert self.validation_share is not None
-        problems = self._read(self.train_path, self.train_split, everything)
+        problems = self._read(self.train_path, "train_path", self.train_split, everything)
         return [problem for problem in problems if in_share(problem.question, self.validation_share)]
 
-    def _read(self, path: str | list[str], split: str, filters: Filters) -> list[Problem]:
+    def _read(self, path: str | list[str], setting: str, split: str, filters: Filters) -> list[Problem]:
         bad = BadRows(self.bad_rows)
         problems, num_read, row = [], 0, None
         has_system = self.system is None
-        for row in read_rows(path, subset=self.subset, split=split, bad=bad):
+        for row in read_rows(path, setting=setting, subset=self.subset, split=split, bad=bad):
             has_system = has_system or row.has(str(self.system))
             try:
                 if filters.keeps(row):

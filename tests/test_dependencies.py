@@ -138,7 +138,7 @@ def test_a_data_set_of_the_hub_without_datasets_is_refused_by_the_command_that_i
     with pytest.raises(
         ValueError, match=r"cannot load openai/gsm8k: datasets is not installed; .*pip install 'data"
     ) as no:
-        next(read_rows("openai/gsm8k", split="train"))
+        next(read_rows("openai/gsm8k", setting="train_path", split="train"))
     assert "\n" not in str(no.value)
 
 

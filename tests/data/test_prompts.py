@@ -339,7 +339,7 @@ def test_validation_alone_reads_no_training_data(tokenizer_path, tmp_path):
     data.setup("validate")
     for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
         assert [prompt.answer for batch in loader for prompt in batch] == ["1", "2", "3", "4", "5"]
-    with pytest.raises(ValueError, match=r"missing\.jsonl does not exist"):
+    with pytest.raises(ValueError, match=r"data\.source: train_path: there is no file .*missing\.jsonl"):
         data.setup("fit")
 
 

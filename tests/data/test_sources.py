@@ -115,8 +115,8 @@ def test_a_file_that_is_missing_or_not_utf8_is_named(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"question": "\u00e9", "answer": "a"}'.encode("latin-1"))
     (tmp_path / "list.json").write_text('\n[{"question": "q", "answer": "a"}]')
     for path, message in (
-        (tmp_path / "nowhere.jsonl", r"nowhere\.jsonl does not exist"),
-        (tmp_path / "nowhere.parquet", r"nowhere\.parquet does not exist"),
+        (tmp_path / "nowhere.jsonl", r"data\.source: train_path: there is no file /.*nowhere\.jsonl$"),
+        (tmp_path / "nowhere.parquet", r"data\.source: train_path: there is no file /.*nowhere\.parquet$"),
         (tmp_path / "latin.jsonl", r"latin\.jsonl:1 is not UTF-8"),
         (tmp_path / "list.json", r"list\.json:2: the file begins with a list; .*`jq -c '\.\[\]' .*list\.json >"),
         ("./no/such/folder", r"cannot load \./no/such/folder: .*; a local \.jsonl or \.parquet file does"),

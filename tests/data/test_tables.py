@@ -388,7 +388,7 @@ def test_several_files_patterns_capitals_and_the_home_folder(tmp_path, monkeypat
     assert read("~/[abc].*") == ["a.jsonl", "b.JSONL", "c.Jsonl"]
     assert read([f"{tmp_path}/d.*", "~/a.jsonl"]) == ["d", "a.jsonl"]
     for path, said in (
-        ("~/*.txt", "no file matches"),
+        ("~/*.txt", "data.source: train_path: no file matches /"),
         ([], "the list of data files is empty"),
         (["~/a.jsonl", "~/a*"], r"a\.jsonl is named twice"),
         (["~/a.jsonl", "~/./a.jsonl"], r"a\.jsonl is named twice \(also as .*a\.jsonl\)"),
@@ -454,4 +454,4 @@ def test_public_files_load_with_two_settings_at_most(name, settings, number, fir
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "t.jsonl")
     with pytest.raises(ValueError, match="is not a regular file"):
-        next(read_rows(str(tmp_path / "t.jsonl"), split="train"))
+        next(read_rows(str(tmp_path / "t.jsonl"), setting="train_path", split="train"))

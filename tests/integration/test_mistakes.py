@@ -148,7 +148,10 @@ MISTAKES = [
     (reward("mine.reads_a_column"), r"failed on .*KeyError: 'level' \(mine\.py, line 10"),
     (reward("mine.too_few"), r"returned 1 scores for 6 rows; expected one per row"),
     ({"data": {"source": TABLE}}, r"rows\.jsonl:1: no column 'question'; the row has 'problem', 'answer'"),
-    ("--data.source.train_path gone.jsonl", r"gone\.jsonl does not exist"),
+    (
+        "--data.source.train_path gone.jsonl",
+        r"data\.source: train_path: there is no file gone\.jsonl \(searched in /\S+\)$",
+    ),
     (added(AQN), r"8 rollouts for 10 noise stages; lower num_stages or raise trainer\.max_steps"),
     ("--trainer.accelerator gpu", r"no CUDA GPU; use auto or cpu"),
     (f"--trainer.logger {LOGGERS}.CometLogger", r"CometLogger: .*pip install"),
