@@ -30,7 +30,12 @@ class Parser(LightningArgumentParser):
     def __init__(self, **named: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **named})
         self._negative_number_matcher = NEGATIVE  # argparse's takes -1e-3 and -inf for options
-        self._started_in = Path.cwd()  # while jsonargparse reads a file, the working directory is the file's folder
+
+    def parse_args(self, *args: Any, **named: Any) -> Any:
+        """Parse a command line as jsonargparse does, and keep the working directory for error messages: while
+        jsonargparse reads a file, the working directory is the file's folder."""
+        self._started_in = Path.cwd()
+        return super().parse_args(*args, **named)
 
     def format_help(self, *args: Any, **named: Any) -> str:
         """Format ``--help``, with a title for each section that describes it, and with the section ``trainer`` last."""
