@@ -12,8 +12,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 
 from qerl_pl.base.prepared import prepared_base
 from qerl_pl.checkpoint import SafeCheckpointIO, adapter_of, check_identity, identity_of, lora_settings, run_identity
+from qerl_pl.common.files import searched
 from qerl_pl.common.phases import phase
 from qerl_pl.common.run_folder import date_in, read_run_config, run_files
+from qerl_pl.model.hub import is_hub_name
 from qerl_pl.model.quantization import quantization_of
 from qerl_pl.model.stop import StopStrings
 from qerl_pl.model.tokenizer import read_tokenizer, render
@@ -64,13 +66,14 @@ def main(argv: list[str]) -> int:
 @phase("loading the run's policy")
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
     """Load the trained policy of a run in evaluation mode, onto a GPU if there is one; returns the policy and the run's
-    configuration. ``checkpoint`` is "last", "best" or a path. ValueError: there is no such run or checkpoint, or the
-    checkpoint belongs to another base model."""
+    configuration. ``checkpoint`` is "last", "best" or a path. ValueError: there is no such run or checkpoint, the base
+    is not found, or the checkpoint belongs to another base model."""
     config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = read_run_config(config_file, "data")
     model = config["model"]
     if model.get("dtype") not in DTYPES:
         raise ValueError(f"{config_file}: model.dtype is {model.get('dtype')!r}; expected one of {', '.join(DTYPES)}")
+    _check_base_is_here(config, run)
     saved = SafeCheckpointIO().load_checkpoint(path)
     identity = identity_of(saved)
     lora = lora_settings(identity)  # taken from the checkpoint, because a later start may have changed config.yaml
@@ -82,6 +85,22 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
     policy.eval()
     policy.causal_lm.generation_config = GenerationConfig()  # none of the base's sampling settings
     return policy, config
+
+
+def _check_base_is_here(config: Mapping[str, Any], run: Path) -> None:
+    """Raise ValueError if the base of a run is a relative path that exists only in the folder in which the run was
+    started, or nowhere."""
+    model, run_dir = config["model"], Path(config.get("run_dir") or "/")
+    base = Path("-".join(filter(None, [model["base"].rstrip("/"), model.get("base_format")]))).expanduser()
+    parts = run.resolve().parts
+    started = Path(*parts[: -len(run_dir.parts)]) if parts[-len(run_dir.parts) :] == run_dir.parts else None
+    there = started is not None and (started / base).exists()
+    if base.is_absolute() or base.exists() or (is_hub_name(model["base"]) and not there):
+        return
+    raise ValueError(
+        f"{run}: model.base is {searched(base)}, which does not exist; a relative path starts at the folder in which "
+        f"the run was started: start this command in {started if there else 'that folder'}"
+    )
 
 
 @torch.no_grad()

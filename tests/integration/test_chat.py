@@ -3,9 +3,11 @@ cannot control the terminal."""
 
 import io
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from datamodules.messages import chat_of
@@ -53,6 +55,34 @@ def test_the_loop_asks_both_and_forgets_between_questions_or_at_an_empty_line(fi
     first, second, third = talk("1+1=?", "1+1=?", "", "1+1=?", options=("--conversation",))
     assert first == third.removesuffix("> \n") == alone
     assert second
+
+
+def test_a_base_is_searched_for_from_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
+    started, elsewhere = tmp_path / "own", tmp_path / "own" / "other"
+    run = started / "runs" / "mine"
+    for folder in (elsewhere, run / "checkpoints", tmp_path / "tiny-nvfp4", started / "sub" / "model"):
+        folder.mkdir(parents=True)
+    (run / "checkpoints" / "last.ckpt").touch()
+
+    def said(base: str, base_format: str | None = None, run_dir: str = "runs/mine", run: Path = run) -> str:
+        model = {"base": base, "base_format": base_format, "dtype": "float32"}
+        (run / "config.yaml").write_text(yaml.safe_dump({"run_dir": run_dir, "model": model, "data": {}}))
+        with pytest.raises(ValueError, match="mine") as error:
+            load_run(run)
+        return str(error.value)
+
+    monkeypatch.chdir(started)
+    unreadable = said("../tiny-nvfp4")  # the checkpoint, which is read after the base was found
+    assert "last.ckpt" in unreadable
+    assert said("../tiny", "nvfp4") == said("sub/model") == said("Owner/Model") == unreadable
+    monkeypatch.chdir(elsewhere)
+    assert said("Owner/Model") == said(str(tmp_path / "gone")) == unreadable
+    for base, base_format in (("../tiny-nvfp4", None), ("../tiny", "nvfp4"), ("sub/model", None)):
+        told = said(base, base_format, run=Path("../runs/mine"))
+        assert f"(searched in {elsewhere}), which does not exist" in told
+        assert told.endswith(f"started: start this command in {started}")
+    for base, run_dir in (("../gone", "runs/mine"), ("../tiny-nvfp4", str(run))):
+        assert said(base, run_dir=run_dir).endswith("start this command in that folder")
 
 
 @pytest.mark.parametrize("system", [None, "", "Think."])
