@@ -4,6 +4,7 @@ import argparse
 import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,14 @@ SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 def called_as(command: str) -> str:
     """Return how a user calls a command of this program, for messages, in the form that was used for this process:
-    ``qerl COMMAND`` or ``python -m qerl_pl COMMAND``."""
-    return f"qerl {command}" if Path(sys.argv[0]).name == "qerl" else f"python -m qerl_pl {command}"
+    ``qerl COMMAND`` or ``python -m qerl_pl COMMAND``. If ``python`` would be another Python than that of this process,
+    because its environment is not activated, its path is written instead, such as ``.venv/bin/python``."""
+    if Path(sys.argv[0]).name == "qerl":
+        return f"qerl {command}"
+    used, found = Path(sys.executable), shutil.which("python")
+    if found and Path(found).absolute().parent == used.parent:
+        return f"python -m qerl_pl {command}"
+    return f"{used.relative_to(Path.cwd()) if used.is_relative_to(Path.cwd()) else used} -m qerl_pl {command}"
 
 
 class Stopped(SystemExit):

@@ -199,7 +199,7 @@ def test_a_run_says_how_far_it_is(run, tmp_path, capsys, monkeypatch):
     assert len(lines) == 4
     assert "low_tokens" not in "".join(lines)
     assert re.search(r"^validation: reward -?\d\.\d{3}$", printed, re.MULTILINE)
-    end = rf"trained for 0:00:\d\d; `python -m qerl_pl report {tmp_path}/file` shows the run"
+    end = rf"trained for 0:00:\d\d; `\S*python -m qerl_pl report {tmp_path}/file` shows the run"
     assert any(re.fullmatch(end, line) for line in printed.splitlines())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")

@@ -1,6 +1,7 @@
 """``qerl init`` writes the files that the command it recommends next needs, and never overwrites a file. ``qerl
 --version`` prints the version."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,6 +14,7 @@ import train
 from datamodules.table import Table
 from qerl_pl import __version__
 from qerl_pl.__main__ import main as command
+from qerl_pl.common.program import called_as
 from qerl_pl.tools import init
 from qerl_pl.tools.doctor import _gpus
 from qerl_pl.tools.tiny import make_tiny
@@ -23,6 +25,7 @@ from tests.integration.conftest import load_last
 def test_the_written_files_are_tried_by_smoke_at_once(tmp_path, monkeypatch, capsys):
     make_tiny(tmp_path / "base", sft_steps=0)
     folder = tmp_path / "own"
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     assert command(["init", str(folder), "--base", str(tmp_path / "base")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("#")[0].split() for line in lines[-3:]] == [
@@ -66,6 +69,21 @@ def test_the_problems_are_enough_for_a_batch_and_a_validation(tmp_path):
     source = Table(**given)
     assert len(source.train()) >= 2 * settings["data"]["batch_size"]
     assert source.validation()
+
+
+def test_commands_in_messages_start_the_python_of_this_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    assert called_as("report") == f"{python} -m qerl_pl report"
+    monkeypatch.chdir(tmp_path)
+    assert called_as("report") == ".venv/bin/python -m qerl_pl report"
+    monkeypatch.setenv("PATH", str(python.parent), prepend=os.pathsep)
+    assert called_as("report") == "python -m qerl_pl report"
+    monkeypatch.setattr("sys.argv", [".venv/bin/qerl"])
+    assert called_as("report") == "qerl report"
 
 
 def test_versions_are_told_without_importing_a_package():
