@@ -45,6 +45,8 @@ quickstart: $(STAMP) $(TINY)-nvfp4/config.json ## make a small NVFP4 policy, tra
 	$(BIN)/python train.py fit -c configs/quickstart.yaml --seed_everything $(SEED) --model.base $(TINY)-nvfp4 \
 		--run_dir $(RUN) --ckpt_path last
 	$(BIN)/python -m qerl_pl report $(RUN)
+	@echo "next: \`make tensorboard\` shows the curves. After \`source $(BIN)/activate\`, \`qerl chat $(RUN)\` asks the policy"
+	@echo "sums such as 3+8+5=?, and \`qerl init mine --base $(TINY)-nvfp4\` writes data and a reward of your own for it."
 
 $(TINY)/config.json: | $(STAMP)
 	$(BIN)/python -m qerl_pl tiny --output $(TINY) --seed 0
