@@ -80,7 +80,9 @@ def test_every_command_and_option_exists(capsys):
 
 def training_commands() -> list[str]:
     commands = {piece for _, piece in pieces(r"python train\.py \w+ ")}
-    named = (piece for _, piece in pieces(rf"qerl ({'|'.join(TRAINING)}) ") if "mine.yaml" not in piece)
+    named = (
+        piece for _, piece in pieces(rf"qerl ({'|'.join(TRAINING)}) ") if not re.search(r"\b(mine|sums)\.yaml", piece)
+    )
     commands |= {piece.replace("qerl", "python train.py", 1) for piece in named}
     # The documents also name options without a command; these are tried with a recipe.
     commands |= {f"python train.py fit RECIPE {piece}" for _, piece in pieces(r"--(model|data|trainer)\.\S+ \S+")}
@@ -100,7 +102,7 @@ YAML = {
     (path.name, block)
     for path in DOCUMENTS
     for block in re.findall(r"^```yaml\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
-    if not block.startswith(("# mine.yaml\n", "# mine_callback.yaml\n"))  # test_extending runs these
+    if not block.startswith(("# sums.yaml\n", "# mine_callback.yaml\n"))  # test_extending runs these
 }
 
 

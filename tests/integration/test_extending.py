@@ -25,9 +25,9 @@ def files() -> dict[str, str]:
     """Read the example files from the code blocks of the page; returns their texts by file name. A block of Python or
     YAML has the file's name in its first line."""
     page = PAGE.read_text()
-    [problems] = re.findall(r"`problems\.jsonl`.*?^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    [problems] = re.findall(r"`sums\.jsonl`.*?^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     named = re.findall(r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", page, re.DOTALL | re.MULTILINE)
-    return {"problems.jsonl": problems, **{name: block for block, name in named}}
+    return {"sums.jsonl": problems, **{name: block for block, name in named}}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPat
     for name, text in files().items():
         (tmp_path / name).write_text(text)
         sys.modules.pop(Path(name).stem, None)  # of another test
-    subprocess.run([sys.executable, "make_problems.py"], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "make_sums.py"], cwd=tmp_path, check=True)
     shutil.copytree(bases["nvfp4"], tmp_path / "models" / "tiny-0-nvfp4")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -48,10 +48,10 @@ def test_own_data_reward_loss_and_callback_train_as_the_page_says(folder, monkey
     monkeypatch.setattr("sys.argv", ["train.py"])
     [line] = re.findall(r"^qerl (fit .* --smoke)$", PAGE.read_text(), re.MULTILINE)
     train.main([*shlex.split(line), "--model.engine", "qerl_pl.rollout.hf.TransformersEngine"])
-    run_dir = folder / "runs" / "quickstart_mine_mine_loss_mine_callback-smoke"
+    run_dir = folder / "runs" / "quickstart_sums_mine_loss_mine_callback-smoke"
     assert load_last(run_dir)["global_step"] == 3
     rows = [json.loads(line) for path in run_dir.glob("completions/train-*.jsonl") for line in path.open()]
-    problems = [json.loads(line) for line in (folder / "problems.jsonl").open()]
+    problems = [json.loads(line) for line in (folder / "sums.jsonl").open()]
     assert len(problems) == 512
     assert {row["answer"] for row in rows} <= {problem["answer"] for problem in problems}
     assert sum(row["level"] == 1 for row in problems) > 100 < sum(row["level"] == 2 for row in problems)
@@ -65,7 +65,7 @@ def test_own_data_reward_loss_and_callback_train_as_the_page_says(folder, monkey
 
 def test_the_reward_on_the_page_scores_by_the_row():
     names: dict[str, Any] = {}
-    exec(files()["my_reward.py"], names)
+    exec(files()["sum_reward.py"], names)
     prompt = Prompt((1,), "42", row={"level": 2})
     texts = {"40+2=42": 2.0, "so 43": 1.0, "no number": 0.02}
     completions = [Completion((1,), (0.0,), True, text) for text in texts]
