@@ -9,11 +9,9 @@ was measured.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -24,24 +22,28 @@ from scipy import stats
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from qerl_pl.common.files import replacing  # noqa: E402  (the script is run by its path)
+from docs.real_completions import completions_page  # noqa: E402  (the script is run by its path)
+from docs.real_lines import (  # noqa: E402
+    DOCS,
+    NOTHING,
+    RECIPE,
+    TASK,
+    Line,
+    by_jobs,
+    groups,
+    model_of,
+    named,
+    read,
+    verdicts,
+    whole,
+    wrapped,
+)
+from docs.real_picture import draw  # noqa: E402
 from qerl_pl.study.readouts import smooth  # noqa: E402
 from tests.bench.report import TABLES, table  # noqa: E402
 
-Line = dict[str, Any]
-Groups = dict[tuple[str, str, str], list[Line]]
-
-DOCS = ROOT / "docs"
 PAGE, OF_COMPLETIONS, PICTURE = DOCS / "real_models.md", DOCS / "real_completions.md", DOCS / "real_models.png"
 TEXT = ROOT / "tests" / "bench" / "pages" / "real_models.md"
-FILES = ("real_runs", "real_checks", "four_bits", "trl_real", "rollout")
-COLOURS = {  # of the arms, in order
-    "bf16": "tab:gray",
-    "nvfp4": "tab:blue",
-    "nvfp4_gptq32": "tab:green",
-    "nvfp4_aqn": "tab:orange",
-}
-TASK, RECIPE = "gsm8k_verl", "gsm8k_boxed"
 PAIRS = (
     ("nvfp4", "bf16"),
     ("nvfp4_gptq32", "bf16"),
@@ -50,84 +52,9 @@ PAIRS = (
     ("nvfp4_aqn", "bf16"),
 )
 TEACHER = "distill"  # name of the further settings of runs that learn from a teacher instead of rewards
-NOTHING = "*Not measured yet.*"
-LONG = 400  # rollouts from which a run counts as a long one
 FIRST_AND_LAST = (slice(None, 10), slice(-10, None))  # rollouts over which a curve is averaged
 WINDOW = 10  # rollouts of the running mean of a reward that a trainer has to reach
 LIMIT = 2.0  # points that NVFP4 may lose
-COMPLETIONS = """\
-# Completions before and after training
-
-Written by `python docs/real_models.py`; [real_models.md](real_models.md) has the numbers.
-
-{about}
-
-The completions are quoted as the model wrote them, and many of them contain errors, in the reasoning or the answer. The
-parentheses before a completion have its scores: 1 for a right and 0 for a wrong answer. "Strict" scoring requires the
-answer at the place that the prompt asks for; "lenient" scoring accepts it anywhere in the text.
-
-{completions}
-"""
-
-# ---- lines ----------------------------------------------------------------------------------------------------------
-
-
-def read(folder: Path = DOCS / "results") -> list[Line]:
-    """Read the lines of all files that there are; of several with one name and setting, the last one."""
-    paths = [path for name in FILES if (path := folder / f"{name}.jsonl").exists()]
-    lines = [json.loads(text) for path in paths for text in path.read_text().splitlines() if text]
-    keys = ("name", "shape", "variant", "calibration", "format", "seed", "noise", "engine")
-    speeds = [line for line in lines if line["name"].startswith("rollout/")]  # pairs of these are found by commit
-    others = (line for line in lines if not line["name"].startswith("rollout/"))
-    return [*speeds, *{json.dumps([line.get(key) for key in keys]): line for line in others}.values()]
-
-
-def named(lines: Iterable[Line], kind: str) -> list[Line]:
-    """Select the lines of a kind, ordered by model, task, arm and seed where they have these."""
-    order = {arm: place for place, arm in enumerate(COLOURS)}
-
-    def key(line: Line) -> tuple[Any, ...]:
-        shape = line["shape"]
-        return line["name"], shape.get("task") != TASK, order.get(shape.get("arm"), 0), shape.get("seed", 0)
-
-    return sorted((line for line in lines if line["name"].startswith(f"{kind}/")), key=key)
-
-
-def model_of(line: Line) -> str:
-    """Return the name of a line's model."""
-    return line["name"].split("/", 1)[1]
-
-
-def groups(lines: Iterable[Line], *, is_long: bool = False, config: Sequence[str] = ()) -> Groups:
-    """Group runs by model, task and arm; long runs are apart from others, and so are those with further settings, of
-    which ``config`` has the names."""
-    grouped: Groups = {}
-    for line in named(lines, "real_runs"):
-        shape = line["shape"]
-        if (shape["rollouts"] >= LONG) == is_long and line["validations"] and shape["config"] == [*config]:
-            grouped.setdefault((model_of(line), shape["task"], shape["arm"]), []).append(line)
-    return grouped
-
-
-def by_jobs(lines: list[Line]) -> dict[tuple[str, str, str, int], list[Line]]:
-    """Group runs that are not long by model, task, arm and the number of runs at a time on one GPU."""
-    grouped: dict[tuple[str, str, str, int], list[Line]] = {}
-    for key, runs in groups(lines).items():
-        for run in runs:
-            grouped.setdefault((*key, run["jobs"]), []).append(run)
-    return grouped
-
-
-def whole(runs: list[Line]) -> list[Line]:
-    """Select the runs that did as many rollouts as any."""
-    done = [run["validations"][-1]["rollouts"] for run in runs]
-    return [run for run, rollouts in zip(runs, done, strict=True) if rollouts == max(done)]
-
-
-def verdicts(point: Line, kind: str) -> np.ndarray:
-    """Return which problems a validation found right, [problems] of 0 and 1."""
-    return np.frombuffer(point["verdicts"][kind].encode(), dtype=np.uint8) - ord("0")
-
 
 # ---- sections -------------------------------------------------------------------------------------------------------
 
@@ -455,85 +382,6 @@ def checks(lines: list[Line]) -> str:
     return tabled(head, rows)
 
 
-# ---- completions and picture ----------------------------------------------------------------------------------------
-
-
-def completions_page(lines: list[Line]) -> str:
-    """Make docs/real_completions.md, of one run that has kept completions: preferably with NVFP4, with verl's settings,
-    and of the last model by name."""
-    kept = named(lines, "real_completions")
-    if not kept:
-        return COMPLETIONS.format(about=NOTHING, completions="").rstrip() + "\n"
-    line = max(kept, key=lambda line: (line["shape"]["arm"] == "nvfp4", line["shape"]["task"] == TASK, line["name"]))
-    about = (
-        "The run is of {model}, arm {arm}, task {task}, seed {seed}. The completions are of {number} evenly spaced "
-        "test problems, sampled greedily before the first rollout and after rollout {last}."
-    ).format(model=model_of(line), number=len(line["completions"]), last=line["rollouts"][1], **line["shape"])
-    return COMPLETIONS.format(about=wrapped(about), completions="\n\n".join(map(_completion, line["completions"])))
-
-
-def _completion(row: Line) -> str:
-    """Format one problem; what the model wrote is indented, so that nothing in it is Markdown."""
-    parts = [f"## Problem {row['problem']}", quoted(row["question"]), f"The answer is {row['answer']}."]
-    for when in ("before", "after"):
-        side = row[when]
-        scores = ", ".join(f"{name} {score:g}" for name, score in side["rewards"].items() if score is not None)
-        cut = "" if side["finished"] else ", cut"
-        parts += [f"**{when.capitalize()}** ({scores}; {side['num_tokens']} tokens{cut}):", quoted(side["completion"])]
-    return "\n\n".join(parts)
-
-
-def quoted(text: str) -> str:
-    """Write text as an indented block of code of ASCII characters and lines of at most 120."""
-    ascii_text = text.encode("ascii", "backslashreplace").decode()
-    lines = [part for line in ascii_text.splitlines() or [""] for part in textwrap.wrap(line, 112) or [""]]
-    return "\n".join(f"    {line}".rstrip() for line in lines)
-
-
-def draw(lines: list[Line], file: Path) -> None:
-    """Write the picture: a row per model; accuracy, entropy and length by rollout; a colour per arm, and the lines of
-    verl's task dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    grouped = groups(lines)
-    names = list(dict.fromkeys(key[0] for key in grouped))
-    panels = {
-        "strict": "strict accuracy, test problems",
-        "entropy": "entropy, nats per token",
-        "completion_tokens": "tokens",
-    }
-    size = (11, 3.2 * len(names))
-    figure, axes = plt.subplots(len(names), len(panels), figsize=size, constrained_layout=True, squeeze=False)
-    for (model, task, arm), runs in grouped.items():
-        for axis, (name, title) in zip(axes[names.index(model)], panels.items(), strict=True):
-            steps, values = _together(whole(runs), name)
-            if len(steps):
-                style = "--" if task == TASK else "-"
-                axis.plot(steps, values.mean(axis=0), style, color=COLOURS.get(arm), label=f"{arm}, {task}")
-                low, high = values.min(axis=0), values.max(axis=0)
-                axis.fill_between(steps, low, high, color=COLOURS.get(arm), alpha=0.2, linewidth=0)
-            axis.set_title(f"{model}: {title}", fontsize=9)
-            axis.set_xlabel("rollouts")
-            axis.grid(alpha=0.3)
-    axes.flat[0].legend(fontsize=7)
-    with replacing(file) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-    plt.close(figure)
-
-
-def _together(runs: list[Line], name: str) -> tuple[Sequence[int], np.ndarray]:
-    """Return the rollouts at which every run has a value, and the values [runs, rollouts]."""
-    if name == "strict":  # of validations, not of rollouts
-        by_step = [{point["rollouts"]: point["strict"] for point in run["validations"]} for run in runs]
-    else:
-        by_step = [dict(enumerate(smooth(run["curves"].get(name, [])).tolist())) for run in runs]
-    steps = sorted(set.intersection(*map(set, by_step)))
-    return steps, np.array([[run[step] for step in steps] for run in by_step])
-
-
 # ---- texts ----------------------------------------------------------------------------------------------------------
 
 
@@ -548,11 +396,6 @@ def spread(values: Sequence[float], digits: int) -> str:
         return ""
     low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
     return f"{mean(values):.{digits}f}" + (f" ({low} to {high})" if low != high else "")
-
-
-def wrapped(text: str) -> str:
-    """Break a paragraph into lines."""
-    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 if __name__ == "__main__":
