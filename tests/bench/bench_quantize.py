@@ -4,11 +4,10 @@
 
 The model has random weights, in bf16. It is quantised to NVFP4 by rounding (rtn) and by gptq with ``--samples``
 calibration sequences of ``--length`` tokens; ``--residual`` also writes a start adapter of this rank. Seconds are those
-of the whole command, with loading, calibration and writing; ``read_s`` says how long it takes to only read the files.
+of the whole command, with loading, calibration and writing; ``bytes`` are those of the files read and written.
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,9 +37,6 @@ def main(argv: list[str] | None = None) -> None:
     if "gptq" in args.methods and args.problems is None:
         parser.error("gptq needs --problems, a file to calibrate by")
     source = written_apart(args.folder, args.size, "bf16")
-    begin = now()
-    size = sum(len(file.read_bytes()) for file in source.glob("*.safetensors"))
-    read_s = now() - begin
     for method in args.methods:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             words = ["quantize", "--model", str(source), "--output", f"{folder}/{args.size}", *words_of(method, args)]
@@ -48,11 +44,12 @@ def main(argv: list[str] | None = None) -> None:
             command = [sys.executable, "-m", "qerl_pl", *words]
             subprocess.run(command, cwd=ROOT, env=child_environment(), stdout=sys.stderr, check=True)
             seconds = now() - begin
-            written = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-            shutil.rmtree(f"{folder}/{args.size}")
+            sizes = [
+                sum(file.stat().st_size for file in place.rglob("*.safetensors")) for place in (source, Path(folder))
+            ]
         calibration = {} if method == "rtn" else {"calibration_tokens": [args.samples, args.length]}
         shape = {"model": args.size, "method": method, "residual": args.residual if calibration else 0, **calibration}
-        emit("quantize", shape, DTYPE, [seconds], output=args.output, read_s=read_s, bytes=[size, written])
+        emit("quantize", shape, DTYPE, [seconds], output=args.output, bytes=sizes)
 
 
 if __name__ == "__main__":
