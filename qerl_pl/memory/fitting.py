@@ -36,7 +36,8 @@ size of a micro-batch, and with it the last bits of gradients."""
 # The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): times of passes are
 # within 1 % of (tokens + OVERHEAD) * (1 + share) times a constant, from 4096 to 16384 tokens. The overhead, the time of
 # dequantisation and kernel launches, grows with the number of parameters as the time of matrix products does, so the
-# constants are close to right for other model sizes.
+# constants are close to right for other model sizes, except for models below 3B, whose passes wait for the host to
+# launch kernels (``BLOCK_WORK``).
 OVERHEAD = 600
 """Time of a training pass that does not depend on its number of tokens, in units of the time per token."""
 # Extra time of recomputation, as a share of the time of a pass without recomputation. WHOLE: every block is recomputed,
@@ -66,33 +67,43 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     if engine is None or engine.max_num_seqs <= FEW_GRAPH_SEQUENCES:
         return many
     few = _fitted(shape, replace(run, engine=replace(engine, graph_sequences=FEW_GRAPH_SEQUENCES)), gpu_bytes)
-    chosen = [(each.run.gradient_checkpointing, each.kv_cache_bytes) for each in (many, few)]
-    return many if many.peak <= usable(gpu_bytes) and chosen[0] == chosen[1] else few
+    recomputes_as_much = many.run.gradient_checkpointing == few.run.gradient_checkpointing
+    takes_nothing = recomputes_as_much and many.kv_cache_bytes == few.kv_cache_bytes
+    return many if takes_nothing and many.peak <= usable(gpu_bytes) else few
 
 
 def _fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
+    """Choose open settings as ``fitted`` does, with the given number of sequences of CUDA graphs."""
     offered = checkpointing_options(shape, run, gpu_bytes)
     fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
     chosen = min(fitting, key=lambda option: option.time, default=offered[-1])
     why = chosen.why(offered[0], gpu_bytes) if run.recompute(shape.num_layers) is None else ""
     if why:
         run = replace(run, gradient_checkpointing=chosen.setting)
-    is_given = run.micro_batch_tokens is not None
+    are_tokens_open, engine = run.micro_batch_tokens is None, run.engine
     run = replace(run, micro_batch_tokens=chosen.tokens)
-    engine = run.engine
     if engine is not None and engine.kv_cache_bytes is None:
         empty = plan(shape, replace(run, engine=replace(engine, kv_cache_bytes=0)))
         room = usable(gpu_bytes) - max(empty.total("start"), empty.total("rollout"))
         wanted = cache_bytes(shape, run, engine, num_sequences=min(engine.max_num_seqs, run.rows))
         least = cache_bytes(shape, run, engine, num_sequences=1)
         run = replace(run, engine=replace(engine, kv_cache_bytes=max(least, min(wanted, room))))
-    spare, engine = int(AMPLE * gpu_bytes), run.engine
-    if engine is not None and engine.sleep_level == 0:
-        kept = replace(run, engine=replace(engine, keeps_cache=True))
-        if plan(shape, kept).peak <= usable(spare):
-            larger = _micro_batch(shape, kept, spare, most=usual_micro_batch(shape))
-            run = kept if is_given else replace(kept, micro_batch_tokens=larger)
-    return replace(plan(shape, run), why=why)
+    return replace(_with_spare_memory(shape, run, gpu_bytes, are_tokens_open=are_tokens_open), why=why)
+
+
+def _with_spare_memory(shape: ModelShape, run: RunMemory, gpu_bytes: int, *, are_tokens_open: bool) -> Plan:
+    """Plan a run whose settings are all given. If it has memory to spare, its KV cache stays allocated during training
+    and, if ``are_tokens_open``, its micro-batches become as large as ``usual_micro_batch`` or as fits."""
+    engine, limit = run.engine, int(AMPLE * gpu_bytes)
+    if engine is None or engine.sleep_level > 0:
+        return plan(shape, run)
+    kept = replace(run, engine=replace(engine, keeps_cache=True))
+    if plan(shape, kept).peak > usable(limit):
+        return plan(shape, run)
+    if are_tokens_open:
+        tokens = _micro_batch(shape, kept, limit, most=usual_micro_batch(shape))
+        kept = replace(kept, micro_batch_tokens=tokens)
+    return plan(shape, kept)
 
 
 class Option(NamedTuple):
