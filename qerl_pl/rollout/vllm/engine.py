@@ -299,7 +299,7 @@ class VLLMEngine:
                 llm.sleep(level=self.sleep_level)
             if self.sleep_level == 0:
                 llm.release_kv_cache_memory()
-        else:
+        elif llm.model_config.enable_sleep_mode:
             gc.collect()  # as vLLM does before it sleeps: objects in cycles may hold GPU memory
         self._asleep = True
 
