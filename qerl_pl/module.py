@@ -287,6 +287,7 @@ class QeRLModule(LightningModule):
             step=self._optimizer_step,
             watch=watch,
             teacher=self.teacher,
+            free_cache=self.engine.free_cache,
         )
         self.log_dict(report.metrics)
         self.micro_batch_tokens = report.micro_batch_tokens

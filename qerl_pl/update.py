@@ -52,6 +52,7 @@ def improve(
     step: Callable[[], Tensor],
     watch: Stopwatch,
     teacher: Teacher | None = None,
+    free_cache: Callable[[], bool] = lambda: False,
 ) -> UpdateReport:
     """Update the policy on the experience of one rollout (its scored completions as tensors): ``num_updates`` passes
     over it, each of ``num_mini_batches`` optimizer steps.
@@ -60,10 +61,10 @@ def improve(
     first update's forward pass, unless there are several mini-batches or the objective needs them before that pass.
     Rows without a gradient (advantage exactly 0, or left out of the loss) only get a forward pass, for the metrics.
 
-    If GPU memory runs out, all passes of an optimizer step are repeated with smaller micro-batches or more
-    recomputation of activations (``Batch.run``). ``step`` is called only with complete gradients, and the losses of
-    micro-batches are divided by the number of tokens or rows of the whole mini-batch. So the division into
-    micro-batches changes the update only by rounding.
+    If GPU memory runs out, all passes of an optimizer step are repeated without the engine's KV cache, with more
+    recomputation of activations or with smaller micro-batches (``Batch.run``). ``step`` is called only with complete
+    gradients, and the losses of micro-batches are divided by the number of tokens or rows of the whole mini-batch. So
+    the division into micro-batches changes the update only by rounding.
 
     Every rank calls this function with its own rows. Ranks may have different numbers of rows and micro-batches,
     because they communicate only before the updates, in ``step``, and for the metrics. In a mixture-of-experts model,
@@ -78,12 +79,14 @@ def improve(
             gradients; returns their norm before clipping, [].
         watch: stopwatch that measures the phases "teacher", "logprob", "wait" (for slower ranks) and "train".
         teacher: the model that the objective's teacher term needs; None if the objective has no such term.
+        free_cache: function that frees the KV cache of the rollout engine, which sleeps, and returns whether it was
+            allocated; it is called if GPU memory runs out.
 
     Raises:
         CheckFailed: before the first optimizer step, if too many of the sampler's experts are not those that the
             policy's routers choose.
     """
-    batch = Batch(policy, experience, settings)
+    batch = Batch(policy, experience, settings, free_cache=free_cache)
     num_updates, num_mini_batches = settings.num_updates, settings.num_mini_batches
     # The second mini-batch sees an updated policy, so old log-probabilities are computed before the first update.
     first_pass = objective.needs_first_pass or num_mini_batches > 1

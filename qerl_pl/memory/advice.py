@@ -27,7 +27,7 @@ class Change:
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     """Plan the GPU memory of a run that is about to start, and warn if it may not fit: when memory runs out in training
-    passes, the run continues with fewer tokens per pass (``retry.MicroBatchBudget``). Raises ValueError if the rollout
+    passes, the run continues with passes that need less (``retry.MicroBatchBudget``). Raises ValueError if the rollout
     engine, which cannot be made smaller after its start, does not fit with a KV cache for a single longest sequence."""
     planned = fitted(shape, run, gpu_bytes)
     if planned.peak > usable(gpu_bytes):

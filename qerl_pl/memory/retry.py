@@ -1,4 +1,5 @@
-"""Repeat training passes that ran out of GPU memory with more gradient checkpointing, or with smaller micro-batches."""
+"""Repeat training passes that ran out of GPU memory: without the KV cache of the rollout engine, with more gradient
+checkpointing, or with smaller micro-batches."""
 
 import gc
 import warnings
@@ -11,8 +12,8 @@ T = TypeVar("T")
 
 
 class MicroBatchBudget:
-    """Limit on the tokens of one training pass. When a pass runs out of GPU memory and no more activations can be
-    recomputed, the limit is halved; it is never raised again."""
+    """Limit on the tokens of one training pass. When a pass runs out of GPU memory, no cache can be freed and no more
+    activations can be recomputed, the limit is halved; it is never raised again."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -23,6 +24,7 @@ class MicroBatchBudget:
         *,
         longest: int,
         undo: Callable[[], None] = lambda: None,
+        free_cache: Callable[[], bool] = lambda: False,
         recompute_more: Callable[[], object | None] = lambda: None,
     ) -> T:
         """Call ``work(tokens)``; if GPU memory runs out, call ``undo`` and then ``work`` again with settings that need
@@ -32,6 +34,8 @@ class MicroBatchBudget:
             work: makes the passes of an optimizer step of up to ``tokens`` tokens each.
             longest: tokens of the longest row (prompt and completion), below which the limit is not lowered.
             undo: reverts what a failed call of ``work`` has done, such as accumulated gradients.
+            free_cache: frees the KV cache of the rollout engine, and returns whether it was allocated (the method of
+                ``RolloutEngine``). It is tried first, because it changes no pass.
             recompute_more: raises the level of gradient checkpointing, and returns the new setting; None if the level
                 cannot be raised, so that the tokens per pass are halved instead.
         """
@@ -47,21 +51,18 @@ class MicroBatchBudget:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if (setting := recompute_more()) is not None:
-                warnings.warn(
-                    f"out of memory with {tokens} tokens in a pass: going on with gradient_checkpointing {setting}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                continue
-            if tokens == longest:
+            if free_cache():
+                change = "the engine's KV cache freed during training"
+            elif (setting := recompute_more()) is not None:
+                change = f"gradient_checkpointing {setting}"
+            elif tokens > longest:
+                self.tokens = max(tokens // 2, longest)
+                change = f"{self.tokens} (micro_batch_tokens)"
+            else:
                 raise RuntimeError(
                     f"out of memory with a single row of {longest} tokens in a pass: set model.gradient_checkpointing "
                     f"to auto or offload, or lower model.sampling.max_tokens ({reason})"
                 )
-            self.tokens = max(tokens // 2, longest)
             warnings.warn(
-                f"out of memory with {tokens} tokens in a pass: going on with {self.tokens} (micro_batch_tokens)",
-                RuntimeWarning,
-                stacklevel=2,
+                f"out of memory with {tokens} tokens in a pass: going on with {change}", RuntimeWarning, stacklevel=2
             )

@@ -218,6 +218,11 @@ class RolloutEngine(Protocol):
         it can stay allocated."""
         ...
 
+    def free_cache(self) -> bool:
+        """Free the KV cache of an engine that sleeps, if the memory plan has let it stay allocated, and from now on in
+        every ``sleep``. The trainer calls it when a pass has run out of memory. Returns whether memory was freed."""
+        ...
+
     def wake(self) -> None:
         """Allocate again the memory that ``sleep`` freed. If the engine is awake, do nothing."""
         ...

@@ -166,6 +166,10 @@ class TransformersEngine:
             self._running()
             self._asleep = True
 
+    def free_cache(self) -> bool:
+        """Return False, because the KV cache of this engine exists only while it samples."""
+        return False
+
     def wake(self) -> None:
         """Mark the engine as awake."""
         self._asleep = False

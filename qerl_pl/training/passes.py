@@ -81,12 +81,20 @@ class Batch:
     computes for its tokens: log-probabilities and entropies before the first update, and those of reference and
     teacher."""
 
-    def __init__(self, policy: Policy, experience: Experience, settings: UpdateSettings) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        experience: Experience,
+        settings: UpdateSettings,
+        *,
+        free_cache: Callable[[], bool] = lambda: False,
+    ) -> None:
         device = next(policy.parameters()).device
         self.policy = policy
         self.experience: Experience = move_data_to_device(experience, device)
         self.settings = settings
         self.budget = MicroBatchBudget(settings.micro_batch_tokens)
+        self.free_cache = free_cache
         self.rows = torch.arange(len(experience.lengths), device=device)
         self.old = torch.zeros_like(self.experience.sampler_logprobs)
         """[B, S] fp32 nats, the trainer's log-probabilities before the first update; 0 where none is computed."""
@@ -103,12 +111,13 @@ class Batch:
 
     def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
         """Call ``work`` with the limit on the tokens of one pass, and return its result. If GPU memory runs out, the
-        call is repeated: with more activations recomputed in backward, if ``work`` has a backward pass
-        (``with_gradient``) and not all of them are recomputed already; else with half the limit. RuntimeError: memory
-        runs out even with one row (a prompt and its completion) per pass."""
+        call is repeated: after the rollout engine has freed its KV cache, if that was still allocated; then with more
+        activations recomputed in backward, if ``work`` has a backward pass (``with_gradient``) and not all of them are
+        recomputed already; else with half the limit. RuntimeError: memory runs out even with one row (a prompt and its
+        completion) per pass."""
         longest = int(self.experience.lengths.max())
         options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
-        return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, **options)
+        return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, free_cache=self.free_cache, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
         """Yield micro-batches of the rows with the indices ``rows``, of at most ``max_tokens`` tokens each. Equal

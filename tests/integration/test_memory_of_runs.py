@@ -10,21 +10,31 @@ from lightning.pytorch import Callback
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm import memory as vllm_memory
 from qerl_pl.tools.plan import planned_run, read_settings, shape_of
-from tests.integration.conftest import SHORT, UNCHECKED, VLLM, arguments, load_last
+from tests.integration.conftest import SHORT, UNCHECKED, VLLM, arguments, assert_same_run, load_last
 from tests.rollout.leaks import held_in_vllms_pool
 
 
 class SmallDevice(Callback):
-    """Imitates a device that runs out of memory in every training pass of more than ``tokens`` tokens."""
+    """Imitates a device that runs out of memory in every training pass of more than ``tokens`` tokens. With ``cache``,
+    this is because the engine's KV cache has stayed allocated; larger passes fit when it is freed."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, cache: bool = False) -> None:
         self.tokens = tokens
+        self.cache = cache
+        self.is_full = True
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.cache:
+            pl_module.engine.free_cache = self._free_cache
         pl_module.policy.causal_lm.model.register_forward_pre_hook(self._check, with_kwargs=True)
 
+    def _free_cache(self) -> bool:
+        was_full, self.is_full = self.is_full, False
+        return was_full
+
     def _check(self, module: Any, args: Any, kwargs: Any) -> None:
-        if module.training and torch.is_grad_enabled() and kwargs["input_ids"].numel() > self.tokens:
+        trains = module.training and torch.is_grad_enabled()
+        if self.is_full and trains and kwargs["input_ids"].numel() > self.tokens:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
@@ -39,6 +49,16 @@ def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, short, tmp_p
     assert small.keys() == large.keys()
     for name, tensor in large.items():  # not element by element: Adam makes whole steps of gradients that are rounding
         assert (small[name] - tensor).norm() <= 0.01 * tensor.norm(), name
+
+
+@pytest.mark.slow
+def test_a_run_whose_engine_frees_its_cache_is_the_run_that_never_ran_out_of_memory(run, short, tmp_path):
+    """A resumed run, whose engine again keeps its cache at first, therefore equals one that was never killed."""
+    small = ("--trainer.callbacks+=tests.integration.test_memory_of_runs.SmallDevice", "--trainer.callbacks.tokens=120")
+    with pytest.warns(RuntimeWarning, match="going on with the engine's KV cache freed") as said:
+        run("fit", tmp_path / "run", *SHORT, *small, "--trainer.callbacks.cache=true")
+    assert sum("out of memory" in str(warning.message) for warning in said) == 1
+    assert_same_run(short, tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -66,7 +66,9 @@ def policy() -> Policy:
     return policy
 
 
-def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[UpdateReport, list[Tensor]]:
+def run_updates(
+    policy: Policy, objective: Objective, tokens: int, free_cache: Callable[[], bool] = lambda: False
+) -> tuple[UpdateReport, list[Tensor]]:
     """Do two updates on one batch in passes of at most ``tokens`` tokens, and restore the policy's weights. Returns the
     report of the updates, and the gradient of each update as a vector."""
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
@@ -89,13 +91,16 @@ def run_updates(policy: Policy, objective: Objective, tokens: int) -> tuple[Upda
         ),
         step=step,
         watch=Stopwatch(),
+        free_cache=free_cache,
     )
     policy.load_adapter_state(start)
     return report, gradients
 
 
 @contextmanager
-def memory_for(policy: Policy, tokens: int, *, fails: str, unless: str = "") -> Iterator[list[int]]:
+def memory_for(
+    policy: Policy, tokens: int, *, fails: str, unless: Callable[[], bool] = lambda: False
+) -> Iterator[list[int]]:
     """Imitate a device that runs out of memory in every pass of more than ``tokens`` tokens. Yields a list to which
     each pass adds its number of tokens.
 
@@ -103,12 +108,12 @@ def memory_for(policy: Policy, tokens: int, *, fails: str, unless: str = "") -> 
         policy: the policy whose passes are limited.
         tokens: largest number of tokens of a pass that fits.
         fails: whether memory runs out in the "forward" or the "backward" pass.
-        unless: a setting of gradient checkpointing with which any pass fits.
+        unless: returns whether any pass fits.
     """
     model, seen = policy.causal_lm.model, []
 
     def check(*_: Any) -> None:
-        if seen[-1] > tokens and policy.recompute.setting(policy.num_layers) != unless:
+        if seen[-1] > tokens and not unless():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nMore on other lines.")
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -155,7 +160,14 @@ def test_what_is_open_is_recomputed_before_passes_get_smaller(policy, fails):
     policy.set_recompute(Recompute())
     policy.recompute_is_open = True
     whole, expected = run_updates(policy, Objective(), tokens=200)
-    with memory_for(policy, 60, fails=fails, unless="blocks"), pytest.warns(RuntimeWarning, match="going on") as said:
+
+    def recomputes_blocks() -> bool:
+        return policy.recompute.setting(policy.num_layers) == "blocks"
+
+    with (
+        memory_for(policy, 60, fails=fails, unless=recomputes_blocks),
+        pytest.warns(RuntimeWarning, match="going on") as said,
+    ):
         report, gradients = run_updates(policy, Objective(), tokens=200)
     settings = [str(warning.message).rpartition(" ")[2] for warning in said]
     assert settings == ["selective", "1", "2", "3", "blocks"]
@@ -166,6 +178,63 @@ def test_what_is_open_is_recomputed_before_passes_get_smaller(policy, fails):
         report, _ = run_updates(policy, Objective(), tokens=200)
     assert policy.recompute.offload
     assert report.micro_batch_tokens == 50, "when nothing more can be recomputed"
+
+
+class Cache:
+    """KV cache of a rollout engine that the memory plan has let stay allocated."""
+
+    allocated = True
+
+    def free(self) -> bool:
+        """Free the cache as ``RolloutEngine.free_cache`` does."""
+        allocated, self.allocated = self.allocated, False
+        return allocated
+
+    def is_free(self) -> bool:
+        return not self.allocated
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_without_the_engines_cache_passes_stay_as_they_are(policy, name, fails):
+    policy.set_recompute(Recompute())
+    policy.recompute_is_open = True
+    whole, expected = run_updates(policy, OBJECTIVES[name], tokens=200)
+    cache = Cache()
+    with (
+        memory_for(policy, 60, fails=fails, unless=cache.is_free),
+        pytest.warns(RuntimeWarning, match="going on with the engine's KV cache freed") as said,
+    ):
+        report, gradients = run_updates(policy, OBJECTIVES[name], 200, cache.free)
+    assert len(said) == 1
+    assert policy.recompute == Recompute()
+    assert report.micro_batch_tokens == 200
+    assert all(torch.equal(gradient, wanted) for gradient, wanted in zip(gradients, expected, strict=True))
+    assert torch.equal(report.old_logprobs, whole.old_logprobs)
+
+
+def test_the_engines_cache_is_freed_once_and_before_anything_else_is_tried(policy):
+    policy.recompute_is_open = True
+    policy.set_recompute(Recompute())
+    with memory_for(policy, 60, fails="forward"), pytest.warns(RuntimeWarning, match="going on") as said:
+        report, _ = run_updates(policy, Objective(), 200, Cache().free)
+    messages = [str(warning.message).partition("going on with ")[2] for warning in said]
+    assert messages[0].startswith("the engine's KV cache")
+    assert messages[1] == "gradient_checkpointing selective"
+    assert messages[-1] == "50 (micro_batch_tokens)"
+    assert sum("cache" in message for message in messages) == 1
+    assert report.micro_batch_tokens == 50
+
+
+@pytest.mark.parametrize("phase", ["score", "reference"])
+def test_passes_without_a_gradient_free_the_engines_cache_too(policy, phase):
+    settings = UpdateSettings(group_size=2, max_tokens=64, micro_batch_tokens=200)
+    cache = Cache()
+    batch = Batch(policy, experience(), settings, free_cache=cache.free)
+    with memory_for(policy, 60, fails="forward", unless=cache.is_free), pytest.warns(RuntimeWarning, match="KV cache"):
+        batch.score_reference() if phase == "reference" else batch.score(batch.rows)
+    assert cache.is_free()
+    assert batch.budget.tokens == 200
 
 
 def test_passes_without_a_gradient_only_get_smaller(policy):

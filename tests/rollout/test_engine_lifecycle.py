@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.policy.policy import Policy
 from qerl_pl.rollout.base import RolloutEngine, Sampling
-from qerl_pl.rollout.vllm import VLLMEngine
+from qerl_pl.rollout.vllm import VLLMEngine, patches
 from tests.rollout.conftest import MAX_MODEL_LEN, make_engine, make_policy, some_prompts, started_engine
 
 PROMPTS = some_prompts(1, 40)
@@ -57,6 +59,36 @@ def test_an_engine_without_memory_to_wake_up_stays_asleep():
     assert engine._running() is llm
 
 
+@pytest.mark.vllm
+def test_a_kept_cache_is_freed_once_and_then_in_every_sleep(checkpoints, monkeypatch):
+    """vLLM cannot free memory on a CPU, so this test records the calls that would."""
+    with started_engine(make_policy(checkpoints["dense"])) as setup:
+        engine = setup.engine
+        assert isinstance(engine, VLLMEngine)
+        llm: Any = engine._llm
+        calls: list[str] = []
+        monkeypatch.setattr(llm.model_config, "enable_sleep_mode", True)
+        monkeypatch.setattr(patches, "sleep_beside_other_processes", lambda given_back: nullcontext())
+        monkeypatch.setattr(llm, "release_kv_cache_memory", lambda: calls.append("free"))
+        wake_up = llm.wake_up
+        monkeypatch.setattr(llm, "wake_up", lambda: calls.append("allocate") or wake_up())
+        engine.plan_memory(replace(engine.memory, keeps_cache=True))
+        before = engine.generate(PROMPTS, SAMPLING, seed=1)
+        assert not engine.free_cache(), "while it samples, an engine needs its cache"
+        engine.sleep()
+        assert calls == []
+        assert engine.free_cache()
+        assert not engine.free_cache()
+        assert calls == ["free"]
+        with pytest.raises(RuntimeError, match=r"asleep: call wake\(\)"):
+            engine.generate(PROMPTS, SAMPLING, seed=1)
+        engine.wake()
+        assert engine.generate(PROMPTS, SAMPLING, seed=1) == before
+        engine.sleep()
+        assert not engine.free_cache(), "nothing is left to free"
+        assert calls == ["free", "allocate", "free"]
+
+
 def test_starting_loads_the_policys_adapter_and_starting_again_changes_nothing(started):
     engine, policy = started
     engine.set_norm_noise(NormNoise(0.1, 5))
@@ -92,6 +124,7 @@ def test_an_engine_that_sleeps_says_so_and_wakes_as_it_was(started):
     before = engine.generate(PROMPTS, SAMPLING, seed=1)
     engine.sleep()
     engine.sleep()
+    assert not engine.free_cache(), "there is no cache that the memory plan has let stay allocated"
     adapter = policy.adapter_state()
     for call in (lambda: engine.generate(PROMPTS, SAMPLING, seed=1), lambda: engine.load_adapter(adapter)):
         with pytest.raises(RuntimeError, match=r"asleep: call wake\(\)"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qerl_pl.hopper import driver
+from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.noise.norm_noise import NormNoise
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.hf import TransformersEngine
@@ -77,7 +78,7 @@ def test_sleep_gives_memory_back_and_waking_gives_the_same_policy(engine, level)
 
 
 @pytest.mark.alone
-def test_a_kept_cache_stays_allocated_while_the_engine_sleeps(engine):
+def test_a_kept_cache_stays_allocated_while_the_engine_sleeps_until_the_trainer_needs_memory(engine):
     engine.sleep_level = 0
     engine.plan_memory(replace(engine.memory, keeps_cache=True))
     try:
@@ -89,6 +90,23 @@ def test_a_kept_cache_stays_allocated_while_the_engine_sleeps(engine):
             engine.generate(PROMPTS, SAMPLING, 5)
         engine.wake()
         assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+        engine.sleep()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+
+        def work(tokens: int) -> int:
+            torch.empty(free + CACHE_BYTES // 2, dtype=torch.uint8, device="cuda")
+            return tokens
+
+        with pytest.warns(RuntimeWarning, match="KV cache"):
+            assert MicroBatchBudget(16).run(work, longest=1, free_cache=engine.free_cache) == 16
+        assert awake - used() >= 0.95 * CACHE_BYTES
+        engine.wake()
+        assert engine.generate(PROMPTS, SAMPLING, 5) == samples
+        engine.sleep()
+        assert vllm_memory.given_back() >= 0.95 * CACHE_BYTES
+        assert not engine.free_cache()
+        engine.wake()
     finally:
         engine.plan_memory(engine.memory)
 

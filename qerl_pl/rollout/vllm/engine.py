@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -302,6 +302,15 @@ class VLLMEngine:
         elif llm.model_config.enable_sleep_mode:
             gc.collect()  # as vLLM does before it sleeps: objects in cycles may hold GPU memory
         self._asleep = True
+
+    def free_cache(self) -> bool:
+        """Free the KV cache if ``sleep`` has kept it, and from now on in every ``sleep``; return whether it did."""
+        if not self._asleep or self._freed or self._planned is None:
+            return False
+        self._planned = replace(self._planned, keeps_cache=False)
+        self.wake()  # needs no memory
+        self.sleep()
+        return self._freed
 
     def wake(self) -> None:
         """Allocate again, or copy back, what ``sleep`` freed."""
