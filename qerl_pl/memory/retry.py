@@ -28,7 +28,8 @@ class MicroBatchBudget:
         recompute_more: Callable[[], object | None] = lambda: None,
     ) -> T:
         """Call ``work(tokens)``; if GPU memory runs out, call ``undo`` and then ``work`` again with settings that need
-        less memory. Raises RuntimeError if memory runs out even with one row per pass.
+        less memory. Each call begins with the same random state of torch, so a pass that is repeated unchanged has the
+        same dropout and the same result. Raises RuntimeError if memory runs out even with one row per pass.
 
         Args:
             work: makes the passes of an optimizer step of up to ``tokens`` tokens each.
@@ -39,6 +40,7 @@ class MicroBatchBudget:
             recompute_more: raises the level of gradient checkpointing, and returns the new setting; None if the level
                 cannot be raised, so that the tokens per pass are halved instead.
         """
+        restore_rng = _rng_restorer()
         while True:
             tokens = max(self.tokens, longest)
             try:
@@ -48,6 +50,7 @@ class MicroBatchBudget:
             # Memory is freed after the except block: inside of it, the error's traceback still refers to the tensors of
             # the failed pass.
             undo()
+            restore_rng()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -66,3 +69,16 @@ class MicroBatchBudget:
             warnings.warn(
                 f"out of memory with {tokens} tokens in a pass: going on with {change}", RuntimeWarning, stacklevel=2
             )
+
+
+def _rng_restorer() -> Callable[[], None]:
+    """Return a function that sets the random states of torch, on the CPU and the current GPU, to their present
+    values."""
+    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def restore() -> None:
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+
+    return restore

@@ -237,6 +237,22 @@ def test_passes_without_a_gradient_free_the_engines_cache_too(policy, phase):
     assert batch.budget.tokens == 200
 
 
+def test_a_repeated_pass_has_the_same_dropout():
+    torch.manual_seed(0)
+    policy = policy_of(small_config(), torch.float32, {"dropout": 0.5})
+    policy.train()
+
+    def seeded(free_cache: Callable[[], bool]) -> list[Tensor]:
+        torch.manual_seed(1)
+        return run_updates(policy, Objective(), 200, free_cache)[1]
+
+    cache, expected = Cache(), seeded(lambda: False)
+    assert not torch.equal(run_updates(policy, Objective(), 200)[1][0], expected[0]), "there is dropout"
+    with memory_for(policy, 60, fails="backward", unless=cache.is_free), pytest.warns(RuntimeWarning, match="KV cache"):
+        gradients = seeded(cache.free)
+    assert all(torch.equal(gradient, wanted) for gradient, wanted in zip(gradients, expected, strict=True))
+
+
 def test_passes_without_a_gradient_only_get_smaller(policy):
     policy.set_recompute(Recompute())
     policy.recompute_is_open = True
