@@ -42,8 +42,8 @@ class Teacher:
         if self.keep == "gpu":
             yield
             return
-        self.model.to(device=self.device)
         try:
+            self.model.to(device=self.device)
             yield
         finally:
             self.model.to(device=torch.device("cpu"))

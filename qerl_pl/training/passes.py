@@ -166,23 +166,24 @@ class Batch:
         """Run the teacher on all rows, and store its log-probabilities and, if the loss needs a divergence over the
         whole vocabulary (``TeacherTerm.mixture`` is not None), its hidden states."""
         sampled, temperature = self.experience.sampled, self.settings.temperature
-        states = None
-        if mixture is not None:
-            head = teacher.head(temperature)
-            states = TeacherStates(head.weight.new_empty(int(sampled.sum()), head.weight.shape[1]), head, mixture)
         places = (sampled.flatten().cumsum(dim=0) - 1).view_as(sampled)
-        self.teacher = scores = TeacherScores(torch.zeros_like(self.old), places, states)
 
-        def forward(max_tokens: int) -> None:
-            for part in self.parts(self.rows, max_tokens):
-                mask = part.read(sampled)
-                logprobs, hidden = teacher.score(part.read(self.experience.tokens), mask, temperature=temperature)
-                part.write(scores.logprobs, logprobs)
-                if states is not None:
-                    states.hidden[part.read(places)[mask]] = hidden
+        def score(max_tokens: int) -> TeacherScores:
+            states = None
+            if mixture is not None:
+                head = teacher.head(temperature)
+                states = TeacherStates(head.weight.new_empty(int(sampled.sum()), head.weight.shape[1]), head, mixture)
+            scores = TeacherScores(torch.zeros_like(self.old), places, states)
+            with teacher.ready():  # here, because the weights may need more memory than the passes
+                for part in self.parts(self.rows, max_tokens):
+                    mask = part.read(sampled)
+                    logprobs, hidden = teacher.score(part.read(self.experience.tokens), mask, temperature=temperature)
+                    part.write(scores.logprobs, logprobs)
+                    if states is not None:
+                        states.hidden[part.read(places)[mask]] = hidden
+            return scores
 
-        with teacher.ready():
-            self.run(forward, with_gradient=False)
+        self.teacher = self.run(score, with_gradient=False)
 
     def _evaluate(self, rows: Tensor, record: Callable[[Part, TokenStats], None]) -> None:
         def forward(max_tokens: int) -> None:

@@ -17,8 +17,10 @@ from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.types import Experience
 from qerl_pl.memory.retry import MicroBatchBudget
 from qerl_pl.objective import Objective
-from qerl_pl.policy.policy import Policy
+from qerl_pl.policy.lora import LoraSettings
+from qerl_pl.policy.policy import Policy, load_policy
 from qerl_pl.policy.recompute import Recompute
+from qerl_pl.policy.teacher import Teacher
 from qerl_pl.training.passes import Batch, UpdateSettings
 from qerl_pl.update import UpdateReport, improve
 from tests.memory.conftest import policy_of, small_config
@@ -235,6 +237,30 @@ def test_passes_without_a_gradient_free_the_engines_cache_too(policy, phase):
         batch.score_reference() if phase == "reference" else batch.score(batch.rows)
     assert cache.is_free()
     assert batch.budget.tokens == 200
+
+
+@pytest.mark.parametrize("mixture", [None, 0.5])
+def test_a_teacher_in_host_memory_whose_weights_do_not_fit_beside_the_engines_cache_scores_without_it(bases, mixture):
+    folder, cache = str(bases["dense"]), Cache()
+    policy = load_policy(folder, dtype=torch.float32, lora=LoraSettings(rank=4), seed=0)
+    teacher = Teacher(folder, dtype=torch.float32, device="cpu", keep="host")
+    move = teacher.model.to
+
+    def to(device: torch.device) -> Any:
+        if device is teacher.device and cache.allocated:  # not "==": on a CPU the device is host memory
+            raise torch.OutOfMemoryError("no room for the teacher")
+        return move(device=device)
+
+    teacher.model.to = to
+    settings = UpdateSettings(group_size=2, max_tokens=64, micro_batch_tokens=200)
+    batch = Batch(policy, experience(), settings, free_cache=cache.free)
+    with pytest.warns(RuntimeWarning, match="KV cache"):
+        batch.score_teacher(teacher, mixture)
+    assert batch.budget.tokens == 200
+    batch.score(batch.rows)
+    assert batch.teacher is not None
+    torch.testing.assert_close(batch.teacher.logprobs, batch.old, msg="the teacher is the policy's base")
+    assert (batch.teacher.states is None) == (mixture is None)
 
 
 def test_a_repeated_pass_has_the_same_dropout():

@@ -22,6 +22,20 @@ def test_a_teacher_scores_bit_for_bit_as_the_base_of_a_policy_does(base, keep):
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
 
 
+def test_weights_that_do_not_fit_on_the_device_go_back_to_host_memory(base):
+    teacher, moves = Teacher(base, dtype=torch.float32, device="meta", keep="host"), []
+
+    def to(device: torch.device) -> None:
+        moves.append(device.type)
+        if device.type == "meta":
+            raise torch.OutOfMemoryError("some of the weights do not fit")
+
+    teacher.model.to = to
+    with pytest.raises(torch.OutOfMemoryError), teacher.ready():
+        raise AssertionError("the weights are not on the device")
+    assert moves == ["meta", "cpu"]
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_the_divergence_of_a_policy_is_0_at_its_base_and_falls_along_its_gradient(base, beta):
     tokens, mask = batch()
