@@ -90,7 +90,7 @@ def test_a_run_on_a_gpu_plans_its_memory_and_logs_what_came_of_it(run, tmp_path)
     cli = run("fit", tmp_path, *SHORT, *choose, "--model.dtype", "bfloat16", *VLLM)
     plan, curves = cli.model.memory_plan, read_curves(tmp_path)
     assert plan is not None
-    assert cli.model.engine._cache_bytes == plan.kv_cache_bytes
+    assert cli.model.engine._planned == plan.run.engine
     assert curves["train/micro_batch_tokens"].values[-1] == plan.micro_batch_tokens
     for phase in ("rollout", "train", "peak"):
         measured, predicted = (curves[f"memory/{name}_gib"].values[-1] for name in (phase, f"predicted_{phase}"))
