@@ -355,11 +355,12 @@ def _policy(line: Line) -> str:
     return ", ".join(filter(None, [*parts, "plain" if shape.get("plain") else ""]))
 
 
-def _by_size(model: str) -> tuple[int, str]:
-    return len(model), model  # 7B comes before 14B
+def _by_size(model: str) -> tuple[bool, float]:
+    """Return a key by which dense models come first, and then smaller ones: 0.5B, 7B, 14B, 30B-A3B."""
+    return "-" in model, float(model.split("B")[0])
 
 
-def _model_size(line: Line) -> tuple[int, str]:
+def _model_size(line: Line) -> tuple[bool, float]:
     return _by_size(line["shape"]["model"])
 
 
