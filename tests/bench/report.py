@@ -330,11 +330,16 @@ def _gpu(line: Line) -> str:
 
 
 def _origin(lines: Iterable[Line], usual: str) -> str:
-    commits: dict[str, set[str]] = {}
+    """Say at which commits the lines were measured, and on which machine if it is not the usual one."""
+    commits: dict[str, set[str]] = {usual: set()}
     for line in lines:
         commits.setdefault(_machine(line), set()).add(line["commit"])
-    named = ("" if machine == usual else f"{machine}, " for machine in commits)
-    return f"({'; '.join(name + ', '.join(sorted(at)) for name, at in zip(named, commits.values(), strict=True))})"
+    parts = [
+        f"{'' if machine == usual else f'on {machine}, '}at commit{'s' * (len(at) > 1)} {', '.join(sorted(at))}"
+        for machine, at in commits.items()
+        if at
+    ]
+    return f"(Measured {'; '.join(parts)}.)"
 
 
 def _kernel(line: Line) -> str:
