@@ -22,7 +22,7 @@ class Change:
     """New value of the setting. If the setting is a number v, this is the largest of v/2, v/4, ... with which the run
     fits."""
     peak: int
-    """Predicted peak bytes of GPU memory of the run with this change and all before it in the list."""
+    """Predicted peak of the run's GPU memory in bytes, with this change and all changes before it in the list."""
 
 
 def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
@@ -42,9 +42,10 @@ def plan_for(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
-    """List the changes of settings that together make a run fit on a GPU, those first that harm the run least
-    (``savings``). A change is left out if it does not reduce the bytes that exceed the usable memory, or if the others
-    suffice without it. If all together do not suffice, the ``peak`` of the last one is above ``fitting.usable``.
+    """List the changes of settings that together make a run fit on a GPU, in the order of ``savings``: changes that
+    harm the run least come first. A change is left out if it does not reduce the bytes that exceed the usable memory,
+    or if the other changes suffice without it. If the run does not fit even with all changes, the ``peak`` of the last
+    change is larger than ``fitting.usable`` of the GPU's memory.
     """
 
     def planned(changes: Mapping[str, Any]) -> Plan:
