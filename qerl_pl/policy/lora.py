@@ -92,9 +92,10 @@ class LoraSettings:
         return self.rank, self.alpha, self.targets, self.rslora
 
     def of_base(self, chosen: int) -> Self:
-        """Return the settings with ``expert_rank``, the rank of adapters on experts, filled in for a base model with
-        ``chosen`` experts per token (0: a dense model). ValueError: ``expert_rank`` is set and experts get no adapters,
-        or experts get adapters and ``dropout`` is above 0."""
+        """Return these settings for a base model in which ``chosen`` experts compute each token (0 for a dense model):
+        ``expert_rank``, the rank of the adapters on experts, has its value for this model in place of None. Raises
+        ValueError if ``expert_rank`` is set but experts get no adapters, or if experts get adapters and ``dropout`` is
+        above 0."""
         rank, _, targets, _ = self.filled_in()
         found = expert_rank(rank, self.expert_rank, targets, chosen)
         if self.expert_rank and not found:

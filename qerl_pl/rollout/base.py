@@ -82,8 +82,9 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Raise CheckFailed if the completions that ``RolloutEngine.generate`` returned are too many or too few, have too
-    many or too few tokens or log-probabilities, or a log-probability that is not finite."""
+    """Check the completions that ``RolloutEngine.generate`` returned. Raises CheckFailed if their number is not the
+    requested one, or if a completion is empty, has more than ``sampling.max_tokens`` tokens, has not one
+    log-probability per token, or has a log-probability that is not finite."""
     if len(groups) != len(prompts):
         raise CheckFailed(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
     for index, group in enumerate(groups):

@@ -55,9 +55,9 @@ class VLLMEngine:
     The prefix cache is cleared before each call, so no keys and values are used that were computed with another adapter
     or with other noise on norm weights. Calls with equal arguments, adapter and noise therefore give equal tokens and
     log-probabilities with equal bits, whatever was sampled before; with ``trainer.deterministic: true`` also in a
-    resumed run. An exception is a 4-bit base by whose weights vLLM's own kernels for GPUs multiply, and not this
-    project's: vLLM's kernels may add partial sums in any order, so equal calls may give slightly different
-    log-probabilities and, sometimes, different tokens. The engine logs at its start if this is the case.
+    resumed run. The exception is a 4-bit base on a GPU that uses vLLM's own kernels instead of this project's. vLLM's
+    kernels may add partial sums in any order, so equal calls may give slightly different log-probabilities and,
+    sometimes, different tokens. The engine logs at its start if it uses such kernels.
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
@@ -65,15 +65,16 @@ class VLLMEngine:
             what the trainer's prediction of GPU memory leaves (training on a GPU), half of the free memory (otherwise
             on a GPU) or 4 GiB (on a CPU). If the cache is full, vLLM preempts the newest sequences and recomputes their
             keys and values later.
-        max_num_seqs: sequences sampled at the same time.
-        max_num_batched_tokens: most tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a CPU.
+        max_num_seqs: largest number of sequences that are sampled at the same time.
+        max_num_batched_tokens: largest number of tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a
+            CPU.
         enforce_eager: use no CUDA graphs and no compilation, which starts faster and samples slower.
         block_size: tokens per block of the KV cache; None means vLLM's default.
         enable_prefix_caching: share the KV cache of a prompt among its completions; no effect with recurrent layers.
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
         sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache, unless the GPU has memory to
-            spare; 1: the cache and the weights, which are kept in host memory. On a CPU nothing is freed. vLLM's level
-            2 fails with adapters.
+            spare; 1: the cache and the weights, which are kept in host memory. On a CPU nothing is freed. Level 2 of
+            vLLM is not supported, because it fails with adapters.
         decoding_kernel: which kernels multiply by the weights of an NVFP4 base. "native": the CUDA kernels of this
             project (`docs/kernels.md`), which need a Hopper GPU, bfloat16, cuda-bindings and a tested version of vLLM.
             In forward passes of more than 2048 tokens, that is, of many prompts, the weight of each linear layer is
@@ -83,7 +84,7 @@ class VLLMEngine:
         speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
             repeats what the sequence or another completion of its prompt says. The tokens are those that are sampled
             with "off", up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
-            (`docs/speculation.md`). "auto": on if all of this is there and the GPU is a Hopper.
+            (`docs/speculation.md`). "auto": on if all these conditions hold and it is a Hopper GPU.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
