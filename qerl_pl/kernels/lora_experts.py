@@ -3,8 +3,8 @@
 A row is a token together with one of the k experts chosen for it. Each thread block computes some of the outputs for
 the rows of one expert. It finds these rows in the indices of the chosen experts, so no other kernel has to sort rows
 before, and it reads the expert's matrices once for 16 rows, whereas one thread block per row would read them for every
-row. Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs of which a slice (gate or up)
-has n, R rank.
+row. The letters in shapes mean: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs, of which
+each slice (gate or up) has n, and rank R.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -52,17 +52,19 @@ def add_lora(
     weights: Tensor | None = None,
 ) -> None:
     """Add the LoRA adapters of experts: w (x A^T) B^T is added to each row of y, where A and B are the matrices of the
-    row's expert and w is the row's factor, from ``weights``. A row is a token together with one of its k experts. Rows
-    of tokens without the adapter are not changed, nor are rows whose expert's index is negative or at least E.
+    row's expert and w is the row's factor, from ``weights``. A row is a token together with one of its k experts. If y
+    holds the outputs of gate and of up side by side, each of the two is a slice with its own A and B; otherwise there
+    is one slice. Rows of tokens without the adapter are not changed, nor are rows whose expert's index is negative or
+    at least E.
 
     Sums are fp32. x A^T is rounded to the dtype of y, and so is w (x A^T) B^T before it is added to y; the trainer and
     vLLM's kernel round in the same places.
 
     Args:
         y: [S, N], the rows of a token following each other; written in place.
-        x: [T, K] or [S, K] of the same dtype, inputs of each token or of each row.
-        a: one [E, R, K] for each of one or two slices.
-        b: one [E, n, R] for each slice, equally wide; together they have N rows per expert.
+        x: [T, K] or [S, K] of the dtype of y, the input of each token or of each row.
+        a: the matrices A of all experts, one tensor [E, R, K] for each slice.
+        b: the matrices B, one tensor [E, n, R] for each slice; all slices have the same number n of outputs.
         indices: [T] or longer, integers: 0 for a token with the adapter, -1 for one without.
         enabled: [1] or longer, integers; if the first is 0, nothing is added.
         ids: [T, k] integers, experts of each token.
