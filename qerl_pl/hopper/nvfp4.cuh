@@ -1,4 +1,5 @@
-// Shared by the NVFP4 kernels for Hopper: dequantisation, the fused adapter, storing the sums. Needs hopper.cuh.
+// Functions that the NVFP4 kernels for Hopper share: they dequantise weights, add the adapter and store sums. Needs
+// hopper.cuh.
 
 // ---- NVFP4 ---------------------------------------------------------------------------------------------------------
 
@@ -124,8 +125,8 @@ FUNCTION void store_outputs(u16 *y, const u16 *bias, int token, int n, int N, fl
   *(uint2 *)(y + (size_t)token * N + n) = four_to_bf16(sum);
 }
 
-// Divides what a cluster stores, FOURS groups of four outputs per token, among its ``splits`` thread blocks, and calls
-// ``store`` for each group of this thread block, with the token and the group's first output.
+// Divides what a cluster stores, FOURS groups of four outputs for each token, among its ``splits`` thread blocks, and
+// calls ``store`` for each group of this thread block, with the token and the group's first output as arguments.
 template <int FOURS, int THREADS, typename Store>
 FUNCTION void store_share(int tokens, int splits, Store store) {
   // Each thread block in turn gets ``turn`` consecutive groups: one per thread, or fewer if there are few groups.
@@ -135,8 +136,8 @@ FUNCTION void store_share(int tokens, int splits, Store store) {
     store(part / FOURS, part % FOURS * 4);
 }
 
-// Adds up a cluster's sums of FOURS groups of four outputs per token, and stores this thread block's share of them to
-// y [tokens, N], from output ``n`` on.
+// Adds up the partial sums that the thread blocks of a cluster hold for the same 4 * FOURS outputs of each token, the
+// first of which is output ``n``, and stores this thread block's share of the results to y [tokens, N].
 template <int FOURS, int THREADS, int IN_FLIGHT>
 FUNCTION void store_sums_of_cluster(u32 sums, u16 *y, const u16 *bias, int tokens, int n, int N, int splits) {
   store_share<FOURS, THREADS>(tokens, splits, [=](int token, int output) {
@@ -152,8 +153,8 @@ FUNCTION float gated(float gate, float up) {  // rounds like bf16 operations of 
   return from_bf16(to_bf16(x / (1.f + expf(-x)))) * from_bf16(to_bf16(up));
 }
 
-// Stores a thread block's share of y = silu(gate) * up [tokens, N] from output ``n`` on. The cluster's sums are, per
-// token, 128 outputs of gate and then the outputs of up with equal indices.
+// Stores a thread block's share of y = silu(gate) * up [tokens, N] from output ``n`` on. For each token, the cluster
+// has the sums of 128 outputs of gate, followed by those of the 128 outputs of up with the same indices.
 template <int THREADS, int IN_FLIGHT>
 FUNCTION void store_gated_sums(u32 sums, u16 *y, int tokens, int n, int N, int splits) {
   constexpr int FOURS = 32;
