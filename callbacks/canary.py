@@ -170,8 +170,8 @@ class SyncCanary(Callback):
         """Compare the engine's checksums with the trainer's; if ``due.samples``, also the log-probabilities of tokens
         sampled with the probe adapter (a strong random one); if ``due.scores``, those of given text with the policy.
         Returns the differences of log-probabilities by the names of these comparisons, and the strength of the probe
-        adapter, None if it is still unknown. CheckFailed: the engine does not hold the policy or does not compute with
-        it.
+        adapter, None if it is still unknown. Raises CheckFailed if the engine does not hold the policy or does not
+        compute with it.
 
         ``noise`` is what the engine's norms should have. The text is taken from ``rows``, tokens of prompts or of
         prompts with completions. ``strength`` is the scale of the probe adapter's weights: 0 if none is usable, None if

@@ -50,7 +50,7 @@ def summarize(rows: list[dict[str, Any]], *, n: int, name: str) -> dict[str, Any
     """Compute the results of an evaluation, which are printed and written as JSON. ``rows`` are the records of
     completions, ordered by problem, ``n`` for each problem. Returns the metrics avg@n and pass@k with confidence
     intervals, the shares of truncated and of unscored completions, and the mean length. A completion is right if the
-    reward ``name`` gives it 1. ValueError: there are no records, or their number is no multiple of n."""
+    reward ``name`` gives it 1. Raises ValueError if there are no records, or their number is no multiple of n."""
     if not rows or len(rows) % n:
         raise ValueError(f"{len(rows)} records are no whole number of problems with {n} completions each")
     right = torch.tensor([row["rewards"][name] == 1 for row in rows]).view(-1, n).sum(dim=1)  # [P]

@@ -195,7 +195,8 @@ class RolloutEvidence(Callback):
         self._check_gaps(gaps, OF_ALL, pl_module, batch, index)
 
     def _check(self, pl_module: QeRLModule, rollout: Rollout) -> None:
-        """Check a rollout before the update. CheckFailed: its completions are no independent draws from the policy."""
+        """Check a rollout before the update. Raises CheckFailed if its completions are no independent draws from the
+        policy."""
         index, batch = pl_module.rollout_index, rollout.sampled
         self._add("order", evidence_of_order(batch, derive_seed(pl_module.settings.seed, "order", index)), pl_module)
         self._check_copies(batch, pl_module)
@@ -224,8 +225,8 @@ class RolloutEvidence(Callback):
     def _add(self, name: str, evidence: Tensor, pl_module: QeRLModule) -> None:
         """Add a rollout's results to the test ``name``: ``evidence`` has one log-likelihood ratio in nats for each kind
         of fault that the test looks for, against correct sampling. From them and those of earlier rollouts follows a
-        bound: a correct run has such results within n rollouts with a probability of at most n times the bound.
-        CheckFailed: the bound is below the setting ``false_alarm``."""
+        bound: a correct run has such results within n rollouts with a probability of at most n times the bound. Raises
+        CheckFailed if the bound is below the setting ``false_alarm``."""
         before, index = self._evidence.get(name, torch.full_like(evidence, -math.inf)), pl_module.rollout_index
         self._evidence[name] = accumulated(before, evidence)
         log_p = log_false_alarm(self._evidence[name])

@@ -10,7 +10,8 @@ ROWS = 1024  # rows that are converted at a time
 
 
 def parquet_rows(path: str) -> Iterator[dict[str, object]]:
-    """Read the rows of a Parquet file as dicts. ValueError: it is damaged or empty, or two columns have one name."""
+    """Read the rows of a Parquet file as dicts. Raises ValueError if it is damaged or empty, or two columns have one
+    name."""
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows == 0:

@@ -110,8 +110,8 @@ def without_shared(train: Sequence[Problem], validation: Sequence[Problem]) -> t
 def hold_out(problems: Sequence[Problem], num: int) -> tuple[list[Problem], list[Problem]]:
     """Split training problems into those that stay in training and ``num`` held-out ones. The held-out problems are
     those with the smallest hashes of their questions, so the choice does not depend on the order of the problems.
-    Problems that share ``SHARED_WORDS`` consecutive words with a held-out problem are in neither list. ValueError: no
-    training problem would be left."""
+    Problems that share ``SHARED_WORDS`` consecutive words with a held-out problem are in neither list. Raises
+    ValueError if no training problem would be left."""
     if num == 0:
         return list(problems), []
     questions = {" ".join(problem.question.split()) for problem in problems}

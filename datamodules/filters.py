@@ -46,9 +46,9 @@ class Filters:
         self._num_rows = self._num_kept = 0
 
     def keeps(self, row: Row) -> bool:
-        """Return whether ``only`` and ``between`` allow the values of a row; a missing column counts as null.
-        ValueError: a restricted column holds something other than text, number or bool, or a column that is restricted
-        to a range holds no number."""
+        """Return whether ``only`` and ``between`` allow the values of a row; a missing column counts as null. Raises
+        ValueError if a restricted column holds something other than text, number or bool, or a column that is
+        restricted to a range holds no number."""
         passes = []
         for column in dict.fromkeys((*self.only, *self.between)):
             value = self._value(row, column)
@@ -68,8 +68,8 @@ class Filters:
         return all(passes)
 
     def report(self, path: str | Sequence[str]) -> None:
-        """Log how many rows were kept, and how many had null in a restricted column. NoColumnError: no row has a column
-        that is restricted."""
+        """Log how many rows were kept, and how many had null in a restricted column. Raises NoColumnError if no row has
+        a column that is restricted."""
         for error in filter(None, self._missing.values()):
             raise error
         if self._num_kept < self._num_rows:

@@ -46,8 +46,8 @@ class TrainLoader:
 
     Its state is the position in the data (epoch and batch), which Lightning saves in checkpoints. A resumed run
     continues from this position, also with another number of ranks. If its prompts differ from the checkpoint's,
-    ``load_state_dict`` raises an error with the text ``hint``, which says what has changed. ValueError: there are fewer
-    prompts than a batch needs, or a batch cannot be divided equally among the ranks.
+    ``load_state_dict`` raises an error with the text ``hint``, which says what has changed. Raises ValueError if there
+    are fewer prompts than a batch needs, or a batch cannot be divided equally among the ranks.
     """
 
     prompts: Sequence[Prompt]
@@ -90,7 +90,7 @@ class TrainLoader:
         return {"epoch": self.epoch, "next_batch": self.next_batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Continue from a saved position. ValueError: it was saved with other prompts, batch size or seed."""
+        """Continue from a saved position. Raises ValueError if it was saved with other prompts, batch size or seed."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 hint = self.hint if name in ("num_prompts", "prompt_digest") else ""
@@ -116,7 +116,7 @@ class TrainLoader:
 
 class EvaluationLoader:
     """Loader of evaluation prompts: yields one rank's share of ``prompts`` once, in order, in batches of ``batch_size``
-    prompts; the last batch may be smaller. ValueError: there are fewer prompts than ranks."""
+    prompts; the last batch may be smaller. Raises ValueError if there are fewer prompts than ranks."""
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> None:
         if len(prompts) < num_ranks:

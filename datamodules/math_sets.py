@@ -23,11 +23,11 @@ def big_math(
     models on levels 3 to 5, and 32B models on levels 4 and 5.
 
     Args:
-        levels: lowest and highest difficulty of the problems. The hub data set has a subset for "3-5" and one for
-            "4-5"; for a file the argument is not used.
+        levels: lowest and highest difficulty of the problems, which selects a subset of the hub data set. If ``path``
+            is a file, the argument is not used.
         path: data set with the columns prompt, solution and, for solve_rate, llama8b_solve_rate.
-        solve_rate: lowest and highest share of attempts in which Llama-3.1-8B solved a problem for it to be used,
-            because problems that are always or never solved teach nothing.
+        solve_rate: only problems are used that Llama-3.1-8B solved in a share of its attempts between these two
+            numbers, because problems that are always or never solved teach nothing. None uses all problems.
     """
     return Table(
         path,

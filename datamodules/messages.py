@@ -1,4 +1,4 @@
-"""Build the chat messages of a problem, and find problems with text that a tokenizer reads as special tokens."""
+"""Build the chat messages of a problem, and find problems whose text contains special tokens of the tokenizer."""
 
 import json
 import re
@@ -30,8 +30,8 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
     """Convert a data set's list ``[{"role": "user", "content": "..."}]`` to ``Message`` objects. ``developer`` is
     another name of ``system``. A content may be a list of texts, ``[{"type": "text", "text": "..."}]``, which are
     joined by line breaks. A system message without content is left out, because in some tables every row has the same
-    number of messages. ValueError, with the row's location ``where``: an entry is no message of text, or the last is
-    not the user's."""
+    number of messages. Raises ValueError, with the row's location ``where``, if an entry is no message of text, or the
+    last is not the user's."""
     if not value:
         raise ValueError(f"{where} is an empty list; expected text, or a list of messages with role and content")
     messages = []
@@ -53,8 +53,8 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 def chat_of_value(value: object, where: str) -> list[object] | None:
     """Return the list of messages that a value of a data set contains: the value is a list, one message, or the JSON
-    text of either. None if it is something else, such as a plain question. ValueError: a text begins like a list of
-    messages but is not valid JSON."""
+    text of either. None if it is something else, such as a plain question. Raises ValueError if a text begins like a
+    list of messages but is not valid JSON."""
     if isinstance(value, list):
         return value
     if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:
@@ -99,8 +99,8 @@ def chat_of(
     problem: Problem, *, system_prompt: str | None = None, question_template: str = "{question}"
 ) -> list[Message]:
     """Build the messages that the policy gets for a problem: the messages of the problem, or its question as a user
-    message. The system prompt is added if the messages have none. In the last message, its text is replaced by
-    ``question_template``, with the text in the place of ``{question}``."""
+    message. The system prompt is added if the messages have none. The text of the last message is put into
+    ``question_template``, in the place of ``{question}``."""
     messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
     asked = question_template.replace("{question}", messages[-1]["content"])  # not format, because of other braces
     messages[-1] = {"role": "user", "content": asked}
@@ -120,7 +120,7 @@ def chat_text(
     turn.
 
     ``arguments`` are further variables of the template. ``date``, in ISO form, is the date that a template gets if it
-    reads the clock; None: today's. ValueError: the template refuses the messages.
+    reads the clock; None: today's. Raises ValueError if the template refuses the messages.
     """
     try:
         return render(tokenizer, messages, date=date, add_generation_prompt=True, **arguments)
@@ -134,7 +134,7 @@ def chat_text(
 
 
 def check_template(question_template: str) -> None:
-    """Check a template of the user's turn, in which only ``{question}`` is replaced. ValueError: it lacks
+    """Check a template of the user's turn, in which only ``{question}`` is replaced. Raises ValueError if it lacks
     ``{question}``, or has ``{{question}}``, ``{}`` or ``{0}``. Other names in braces cause a warning."""
     template = f"data.question_template {question_template!r}"
     if "{question}" not in question_template:
@@ -151,10 +151,11 @@ def check_template(question_template: str) -> None:
 
 
 def find_special_tokens(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> dict[int, str]:
-    """Find problems with text that the tokenizer reads as special tokens, such as the end of the user's turn, which
-    could add turns to the prompt; returns the first such token of each of these problems, by the problem's index. Tags
-    around reasoning and answers count as ordinary text, because they begin no turns, and problems that ask for this
-    format contain them. The question template and other settings, which may have special tokens, are not searched."""
+    """Find the problems whose text contains special tokens of the tokenizer, such as the end of the user's turn, which
+    could add turns to the prompt. Returns a dict from the index of each such problem to the first special token in it.
+    Tags around reasoning and answers count as ordinary text, because they begin no turns, and problems that ask for
+    this format contain them. The question template and other settings, which may have special tokens, are not
+    searched."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):

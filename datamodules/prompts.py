@@ -328,8 +328,8 @@ def _digest(text: str) -> str:
 
 def check_lengths(lengths: Sequence[int], side: str, *, limit: int, max_dropped_share: float) -> None:
     """Check how many prompts are too long and would be dropped. ``lengths`` are the prompts' numbers of tokens, and
-    ``side``, such as "train", names the prompts. ValueError: a share of more than ``max_dropped_share``, or all, have
-    more than ``limit`` tokens; the message says which limit would suffice."""
+    ``side``, such as "train", names the prompts. Raises ValueError if a share of more than ``max_dropped_share``, or
+    all, have more than ``limit`` tokens; the message says which limit would suffice."""
     num_long = sum(length > limit for length in lengths)
     may_drop = min(int(max_dropped_share * len(lengths)), len(lengths) - 1)
     if num_long > may_drop:

@@ -35,7 +35,7 @@ class Row(NamedTuple):
     def value(self, column: str) -> object:
         """Return the row's value in a column, or in a field of a column whose values are mappings, such as
         ``reward_model.ground_truth``. A column may hold its fields as JSON text. If the column is null, its fields are
-        null. NoColumnError: the row has no such column or field."""
+        null. Raises NoColumnError if the row has no such column or field."""
         if column in self.columns:
             return self.columns[column]
         value: object = self.columns
@@ -145,7 +145,8 @@ class BadRows:
         self.first = self.first or error
 
     def report(self, path: str | Sequence[str], *, num_good: int) -> None:
-        """Log how many rows of ``path`` were dropped, and the first error. ValueError: all rows were dropped."""
+        """Log how many rows of ``path`` were dropped, and the first error. Raises ValueError if all rows were
+        dropped."""
         if self.first is None:
             return
         if num_good == 0:
@@ -186,7 +187,7 @@ def in_share(question: str, share: float) -> bool:
 
 def _named(path: str, setting: str) -> list[str]:
     """Return the files that match a pattern, sorted by name, or the path of a file or data set without a pattern. ``~``
-    is expanded. ValueError, with the name of the setting that has the path: there is no such file."""
+    is expanded. Raises ValueError, with the name of the setting that has the path, if there is no such file."""
     path = os.path.expanduser(path)
     if not glob.has_magic(path) or Path(path).exists():
         if Path(path).suffix.lower() in (*JSON_LINES, ".parquet") and not Path(path).exists():

@@ -70,8 +70,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint. The caller may modify ``checkpoint`` as soon as this method returns. If
         ``storage_options`` is ``{"background_bytes": n}``, a checkpoint whose tensors take at least n bytes is written
-        by a background thread; ``wait`` waits for it. OSError: this checkpoint, or the previous one in the background,
-        could not be written."""
+        by a background thread; ``wait`` waits for it. Raises OSError if this checkpoint, or the previous one in the
+        background, could not be written."""
         self.wait()
         background_bytes = (storage_options or {}).get("background_bytes")
         tensors = _tensors(checkpoint)
@@ -85,7 +85,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
-        """Wait until the background thread has written the checkpoint. OSError: it could not write it."""
+        """Wait until the background thread has written the checkpoint. Raises OSError if it could not write it."""
         writing = self._writing
         if writing is not None:
             # if Ctrl-C interrupts this line, ``_writing`` keeps its value, because the thread still writes the file
@@ -134,8 +134,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint. A file counts as damaged if its bytes are not those that were written, or if it holds
         something that no run of this program writes, such as objects other than tensors and plain values, or NaN. In
-        place of a damaged ``last.ckpt``, a ``previous.ckpt`` that is not damaged is loaded, with a warning. ValueError:
-        the file is damaged, and nothing is loaded instead. FileNotFoundError, PermissionError: it cannot be opened."""
+        place of a damaged ``last.ckpt``, a ``previous.ckpt`` that is not damaged is loaded, with a warning. Raises
+        ValueError if the file is damaged and there is no such replacement, and FileNotFoundError or PermissionError if
+        it cannot be opened."""
         path = Path(path)
         try:
             return self._load(path, map_location)
@@ -293,8 +294,9 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
 
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the adapter's tensors in a checkpoint. ValueError: a tensor is not fp32; or a linear layer lacks one of
-    its LoRA matrices A [r, K] and B [N, r], of the rank r in the run's settings (for stacked experts, a multiple).
+    """Return the adapter's tensors in a checkpoint. Raises ValueError if a tensor is not fp32, or if a linear layer
+    lacks one of its LoRA matrices A [r, K] and B [N, r], of the rank r in the run's settings (for stacked experts, a
+    multiple).
     """
     adapter, identity = checkpoint.get("state_dict"), identity_of(checkpoint)
     if not isinstance(adapter, dict) or not adapter:
@@ -336,7 +338,7 @@ def check_training_state(checkpoint: Mapping[str, Any], *, max_steps: int) -> No
 
 
 def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the run's identity (``run_identity``) in a checkpoint. ValueError: there is none."""
+    """Return the run's identity (``run_identity``) in a checkpoint. Raises ValueError if there is none."""
     identity = checkpoint.get("identity")
     if not isinstance(identity, Mapping) or "base" not in identity:
         raise ValueError(

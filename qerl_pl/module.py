@@ -133,8 +133,8 @@ class QeRLModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Called by Lightning before training or evaluation: check the settings, and that the rewards can read the
-        answers; plan GPU memory; create the rollout loop. ValueError: settings of Lightning's Trainer contradict each
-        other or the settings under ``model``."""
+        answers; plan GPU memory; create the rollout loop. Raises ValueError if settings of Lightning's Trainer
+        contradict each other or the settings under ``model``."""
         if self.trainer.precision != "32-true":
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
@@ -173,8 +173,8 @@ class QeRLModule(LightningModule):
         )
 
     def checked_teacher(self) -> str | None:
-        """Return the teacher's checkpoint folder; None without a teacher. ValueError: it cannot be used, or is the
-        policy's own base and nothing else would train the policy."""
+        """Return the teacher's checkpoint folder; None without a teacher. Raises ValueError if it cannot be used, or is
+        the policy's own base and nothing else would train the policy."""
         if self.settings.is_own_teacher and not (self.is_rewarded or self.objective.entropy_coefficient):
             raise ValueError(
                 f"model.teacher is the policy's own base, {self.settings.folder}, and no reward has a weight: nothing "
@@ -376,8 +376,8 @@ class QeRLModule(LightningModule):
         checkpoint["optimizer_settings"] = self._optimizer_settings
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the adapter of a checkpoint. ValueError: its base, seed, adapter settings or, in training, end tokens
-        differ from this run's."""
+        """Load the adapter of a checkpoint. Raises ValueError if its base, seed, adapter settings or, in training, end
+        tokens differ from this run's."""
         fits = self.trainer.state.fn == TrainerFn.FITTING
         current = self._identity | (self._rollout_identity if fits else {})
         # checkpoints of earlier versions have no end tokens

@@ -1,8 +1,8 @@
 """Rules for the words of docstrings, comments, messages and documents: how docstrings start, and which terms are not
 used.
 
-Each pattern in ``DIALECT`` matches a term that once had a meaning of its own in this repository, which readers from
-outside did not understand; next to it is what to write instead.
+Each pattern in ``DIALECT`` matches a term that once had a meaning of its own in this repository, or an abbreviated
+sentence, which readers from outside did not understand; next to it is what to write instead.
 """
 
 import ast
@@ -54,6 +54,7 @@ DIALECT = {
     r"\blikewise\b": "the thing again, by its name",
     r"\b(?:other|every|each|own|this|that) rooms?\b|\brooms\b": "package",
     rf"\b(?:{COUNTED}) an? (?:{UNIT})\b": "per step, per token, ...",
+    r"\. \w*(?:Error|CheckFailed)(?:, [^:.]*)?: (?=[a-z`])": "Raises ... if ...",
 }
 ALLOWED = {}
 """(File, match) of uses in which a pattern's words have their ordinary meaning."""

@@ -20,8 +20,9 @@ def base_folder(base: str, base_format: BaseFormat | None, *, must_exist: bool =
     4-bit format, which ``quantize`` has written (``BASE-nvfp4`` next to ``BASE``). If ``base`` is a GGUF file, it is
     the folder in the cache with the file's dequantised weights. Otherwise it is ``base`` itself.
 
-    ValueError: the GGUF file cannot be used, ``base`` is or holds anything other than files and folders, or the copy
-    does not exist. If ``must_exist`` is False, a missing copy is no error, and the path that it would have is returned.
+    Raises ValueError if the GGUF file cannot be used, if ``base`` is or holds anything other than files and folders, or
+    if the copy does not exist. If ``must_exist`` is False, a missing copy is no error, and the path that it would have
+    is returned.
     """
     if base:
         base = os.path.expanduser(base)

@@ -64,9 +64,9 @@ def check_run_is_new(run_dir: str, ckpt_path: str | None) -> None:
 
 def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespace]:
     """Return the callbacks that a run uses, from the parsed setting ``trainer.callbacks``. If a class of this project's
-    package ``callbacks`` is listed more than once, only its last entry is returned. ValueError: a callback is part of
-    every run anyway (``always`` has the class paths of these), or is one of Lightning's that does not work in this
-    program."""
+    package ``callbacks`` is listed more than once, only its last entry is returned. Raises ValueError if a callback is
+    part of every run anyway (``always`` has the class paths of these), or is one of Lightning's that does not work in
+    this program."""
     usable: dict[object, Namespace] = {}
     for number, callback in enumerate(callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []):
         path = str(callback.class_path)

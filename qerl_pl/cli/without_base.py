@@ -23,8 +23,8 @@ PARTS: dict[str, tuple[str, Any]] = {
 
 
 def part_without_base(config: Mapping[str, Any], name: str) -> Any:
-    """Build the part with a name in ``PARTS`` from a whole configuration, as ``fit --print_config`` prints it.
-    ValueError: the part cannot be built."""
+    """Build the part with a name in ``PARTS`` from a whole configuration, as ``fit --print_config`` prints it. Raises
+    ValueError if the part cannot be built."""
     model, data = config["model"], config["data"]
     settings = {field.name: model[field.name] for field in fields(ModuleSettings) if field.name in model}
     linked = {"max_prompt_tokens": data["max_prompt_tokens"], "stop": data["stop"]}

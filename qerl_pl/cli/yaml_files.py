@@ -64,8 +64,8 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
 def config_path(name: str) -> Path:
     """Return the path of a configuration file. ``name`` is a file, or the name of a configuration of this package, with
     or without its folder, as in ``eval/gsm8k``. If a name exists in the folder eval and in another one, the file in the
-    other folder is taken: ``gsm8k`` means ``tasks/gsm8k``. ValueError: there is no such file or name; the message lists
-    the known names."""
+    other folder is taken: ``gsm8k`` means ``tasks/gsm8k``. Raises ValueError if there is no such file or name; the
+    message lists the known names."""
     if Path(name).is_file():
         return Path(name)
     known = {
@@ -140,7 +140,7 @@ def follows(name: str) -> str:
 
 
 def mapping_in(path: Path, *, expected: str) -> yaml.MappingNode:
-    """Read a YAML file, check it and return its root node. ValueError, with file and line: it is no mapping
+    """Read a YAML file, check it and return its root node. Raises ValueError, with file and line, if it is no mapping
     (``expected`` says of what), a key is duplicate (YAML itself would take the last value), an alias is cyclic, or
     aliases of aliases stand for more than ``MOST_VALUES`` values."""
     try:

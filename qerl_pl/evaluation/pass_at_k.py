@@ -13,7 +13,7 @@ def pass_at_k(num_correct: Tensor, n: int, k: int) -> Tensor:
     fp64.
 
     ``num_correct`` [P] int64 is the number c of right completions among n. The estimate is 1 - C(n - c, k) / C(n, k)
-    (arXiv 2107.03374, eq. 1); for k = 1 it is c / n, avg@n. ValueError: k is not in 1 to n, or an element of
+    (arXiv 2107.03374, eq. 1); for k = 1 it is c / n, avg@n. Raises ValueError if k is not in 1 to n, or an element of
     ``num_correct`` is not in 0 to n.
     """
     if not 1 <= k <= n:

@@ -47,8 +47,9 @@ def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -
 
 
 def drafts_by_sequences(history: Sequence[Sequence[int]], max_num_seqs: int) -> list[int]:
-    """Decide how many tokens are drafted for each sequence of a decoding step, from the sums that ``remembered``
-    returns. Entry n of the result is for steps with n sequences, from 0 to ``max_num_seqs``."""
+    """Decide how many tokens are drafted for each sequence of a decoding step. ``history`` has the sums of earlier
+    rollouts' counts that ``remembered`` returns. Entry n of the result is the number for steps with n sequences, where
+    n is at most ``max_num_seqs``."""
     table = [0] * (max(max_num_seqs, CLASSES[-1]) + 1)
     first = 1
     for last, (_, verifications, tokens) in zip(CLASSES, history or [[0, 0, 0]] * len(CLASSES), strict=True):

@@ -69,7 +69,8 @@ class NativeLinear(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Convert a layer's ``weight`` [N, K / 2] uint8, ``weight_scale`` [N, K / 16] e4m3 and ``weight_global_scale``
-        [] fp32 to what this project's kernels read, or to the trainer's tensors, if these have the same bits."""
+        [] fp32 to the layout that this project's kernels read. If the trainer's tensors have the same bits, the layer
+        uses these."""
         one_copy.give(layer)
         codes, scales, factor = layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data.reshape(1)
         packed = PackedWeight(codes, scales.view(torch.uint8), factor)
@@ -145,15 +146,15 @@ def nvfp4_linear(
     """Compute an NVFP4 linear layer and, if given, its LoRA adapter: [T, K] bf16 -> [T, N], or [T, N / 2] if it is
     gated. This is the body of a custom operator that torch.compile does not trace.
 
-    For few tokens, the product is computed by the decode GEMM (``nvfp4_decode``), for more by the batch GEMM
-    (``nvfp4_batch``), and for the most by cuBLAS with a dequantised weight. Both GEMMs also add the adapter if this is
+    For few tokens, the product is computed by the decode GEMM (``nvfp4_decode``), for up to 2048 by the batch GEMM
+    (``nvfp4_batch``), and for more by cuBLAS with a dequantised weight. Both GEMMs also add the adapter if this is
     faster than separate kernels. If ``gated``, the decode GEMM also computes silu(gate) * up, so that no kernel runs
     between it and the GEMM of ``down``; otherwise vLLM's kernel does, with the same roundings.
 
     Args:
         x, weight, weight_scale, weight_scale_2, bias, next_weight: as in ``nvfp4_decode.decode_linear``.
         gated: whether the layer is the fused gate and up of an MLP.
-        a, b: one [R, K] and one [n, R] for each part of a fused layer; empty without an adapter.
+        a, b: LoRA's matrices, one A [R, K] and one B [n, R] for each part of a fused layer; empty without an adapter.
         indices: [T] or longer, int64: -1 for a token without the adapter.
         no_lora: [1] bool on the host: True if no token has the adapter.
     """
@@ -196,7 +197,8 @@ def dequantised_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Compute a linear layer, [T, K] bf16 -> [T, N]: dequantise its NVFP4 weight, in the layout of checkpoints or in
-    tile order, to scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in the order of the outputs."""
+    tile order, to scratch memory of 2 N K bytes, and multiply by cuBLAS. The bias is in the order of the outputs, and
+    not in the order that the decode GEMM reads."""
     packed = PackedWeight(weight, weight_scale.view(torch.uint8), weight_scale_2)
     return F.linear(x, dequantize(packed, x.dtype), bias)
 
@@ -204,8 +206,8 @@ def dequantised_linear(
 def _fused_batch(
     tokens: int, a: Sequence[Tensor], b: Sequence[Tensor]
 ) -> tuple[nvfp4_batch.Schedule, lora_hopper.Schedule] | None:
-    """Choose the divisions among thread blocks of the batch GEMM and of ``lora_hopper.shrink``. Returns None if the
-    GEMM cannot add the adapter, or if separate kernels are faster."""
+    """Choose how the work of the batch GEMM and that of ``lora_hopper.shrink`` are divided among thread blocks. Returns
+    None if the GEMM cannot add the adapter, or if separate kernels are faster."""
     shape = tokens, sum(map(len, b)), a[0].shape[1]
     if tokens > lora_hopper.MOST_TOKENS or not (many := nvfp4_batch.choose_schedule(*shape, fuses_lora=True)):
         return None

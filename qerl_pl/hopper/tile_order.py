@@ -88,8 +88,9 @@ def words_in_tile_order(words: Tensor) -> Tensor:
 
 
 def _moves() -> dict[int, tuple[int, int]]:
-    """Return how ``words_in_tile_order`` moves bits: by distance, positive towards higher bits, two masks of the bits
-    that move by it, at their positions before and after the move."""
+    """Return how ``words_in_tile_order`` moves the bits of a word: a dict from distances, in bits and positive towards
+    higher bits, to pairs of masks. The masks select the bits that move by this distance, the first at their positions
+    before the move, the second at those after it."""
     moves: dict[int, tuple[int, int]] = {}
     for code, bit in product(range(8), range(4)):
         old, new = 4 * code + bit, (BITS[code % 4][bit] + code // 4 * 16) % 32
@@ -99,7 +100,8 @@ def _moves() -> dict[int, tuple[int, int]]:
 
 
 def _moved(words: Tensor, masks: Mapping[int, int]) -> Tensor:
-    """Shift ``words`` left by each key of ``masks``, keep the bits of its mask, and return the bitwise or of all."""
+    """Shift ``words`` left by each key of ``masks``, keep the bits that the key's mask selects, and return the bitwise
+    or of all results."""
     result = torch.zeros_like(words)
     for up, mask in masks.items():
         moved = words << up if up > 0 else words >> -up
@@ -118,8 +120,8 @@ def fused(weights: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def whole_of(views: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return, without a copy, the weight of which ``views``, as ``fused`` returns them, are consecutive parts of one
-    buffer and together the whole buffer; else None."""
+    """Return, without a copy, the fused weight whose consecutive parts are ``views``, as ``fused`` returns them.
+    Returns None if the views are not, in this order, all parts of one buffer."""
     if not all(map(is_in_tile_order, views)):
         return None
     first, outputs = views[0], views[0].codes.stride(0) // 2

@@ -3,8 +3,8 @@
 A row is a token together with one of the k experts chosen for it. Each thread block computes some of the outputs for
 the rows of one expert. It finds these rows in the indices of the chosen experts, so no other kernel has to sort rows
 before, and it reads the expert's matrices once for 16 rows, whereas one thread block per row would read them for every
-row. The letters in shapes mean: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs, of which
-each slice (gate or up) has n, and rank R.
+row. Letters: T tokens, k experts per token, S = T k rows, E experts, K inputs, N outputs, of which each slice (gate or
+up) has n, R rank.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false

@@ -193,7 +193,7 @@ def planned_shape(
 ) -> ModelShape:
     """Find the dimensions of the base model that the settings ``model.base``, ``base_format`` and ``quantize``
     describe, without downloading weights: from its folder, a built-in list of known models, or config.json on the hub.
-    ValueError: the model is in none of these places, or a run cannot use it."""
+    Raises ValueError if the model is in none of these places, or a run cannot use it."""
     check_format(base, base_format, quantization)
     name = base_format or (quantization and quantization.format)
     fmt = WRITERS[name].fmt if name else None

@@ -104,8 +104,9 @@ class Family:
 
         If the family stores several layers as one merged matrix, such as q_proj, k_proj and v_proj as qkv_proj, their
         names are replaced by that of the matrix. In families with mixture-of-experts layers, gate_proj, up_proj and
-        down_proj together mean the experts; they are left out of the result, which lists linear layers only.
-        ValueError: only some of the layers of a merged matrix, only some of these three, or only these three are named.
+        down_proj together mean the experts; they are left out of the result, which lists linear layers only. Raises
+        ValueError if only some of the layers of a merged matrix, only some of these three, or only these three are
+        named.
         """
         targets = list(names)
         if self.experts is not None and set(MLP) & set(names):

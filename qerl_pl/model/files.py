@@ -57,8 +57,8 @@ class Checkpoint:
     """Tensors of a checkpoint folder by name; files are memory-mapped, and ``read`` reads one tensor. Tensors for
     multi-token prediction, which neither training nor sampling uses, are left out. Stacked experts
     (``mlp.experts.gate_up_proj``, [E, 2I, H] for E experts of inner size I and hidden size H) are presented as matrices
-    with names such as ``mlp.experts.3.up_proj.weight``. ValueError: the folder has no model, or a file is missing,
-    truncated or not safetensors."""
+    with names such as ``mlp.experts.3.up_proj.weight``. Raises ValueError if the folder has no model, or a file is
+    missing, truncated or not safetensors."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -36,7 +36,8 @@ def is_hub_name(base: str) -> bool:
 
 def hub_config(name: str) -> Path:
     """Download config.json of a model on the hub, and ModelOpt's quantisation configuration if the model has one;
-    returns the model's folder in the local cache. ValueError, with a message of one line: the download failed."""
+    returns the model's folder in the local cache. Raises ValueError, with a message of one line, if the download
+    failed."""
     file = _fetched(name, lambda: hf_hub_download(name, CONFIG, local_files_only=not hub_answers()))
     with suppress(ValueError):
         _fetched(name, lambda: hf_hub_download(name, MODELOPT_CONFIG, local_files_only=not hub_answers()))
@@ -45,7 +46,7 @@ def hub_config(name: str) -> Path:
 
 def hub_folder(name: str) -> Path:
     """Download a whole model with a progress bar, except files that are in huggingface_hub's local cache already, and
-    return its folder there. ValueError, with a message of one line: the download failed."""
+    return its folder there. Raises ValueError, with a message of one line, if the download failed."""
     local = not hub_answers()
     bars = sys.stderr.isatty()  # huggingface_hub shows bars of its own there
     with nullcontext() if bars or local else phase(f"downloading {name}, where the cache here does not have it"):
@@ -90,7 +91,7 @@ _FAULTS = {  # a class comes before the class that it is derived from
 
 def _fetched(name: str, fetch: Callable[[], T]) -> T:
     """Return the result of ``fetch``, which downloads files of the model ``name``, without the hub client's warnings
-    about retries. ValueError, which says what to do: a known error, such as an unknown model."""
+    about retries. If a known error occurs, such as an unknown model, a ValueError is raised that says what to do."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

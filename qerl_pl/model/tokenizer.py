@@ -30,10 +30,10 @@ PROBE = "What is 17 + 25? Reply: x = 42, {y: [3.5]}"
 
 
 def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint folder with the given config.json. ValueError: files are missing (transformers
-    would silently build another tokenizer), or the tokenizer encodes ordinary text to tokens for which the model has no
-    embedding. Tokens that were added to a tokenizer may lack an embedding, such as Gemma 3 1B's token for images: the
-    model cannot sample them, and prompts that contain them are refused."""
+    """Load the tokenizer of a checkpoint folder with the given config.json. Raises ValueError if files are missing
+    (transformers would silently build another tokenizer), or the tokenizer encodes ordinary text to tokens for which
+    the model has no embedding. Tokens that were added to a tokenizer may lack an embedding, such as Gemma 3 1B's token
+    for images: the model cannot sample them, and prompts that contain them are refused."""
     folder = Path(path)
     if not any(all((folder / name).is_file() for name in names) for names in FILES):
         raise ValueError(

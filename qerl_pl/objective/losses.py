@@ -222,7 +222,8 @@ def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
     the paper.
 
     ``entropy`` [N] has the entropies in nats of the tokens in the loss of all ranks. The number of tokens that reach
-    the threshold is rounded up; without any token, the threshold is +inf. ValueError: ``share`` is not in (0, 1].
+    the threshold is rounded up; without any token, the threshold is +inf. Raises ValueError if ``share`` is not in (0,
+    1].
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1 (1 keeps every token)")
@@ -282,7 +283,7 @@ def prepared(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of a policy loss, and return two tensors [B, S], 0 outside of ``mask``: the log-ratio of new
     to old probability in nats; and the detached factor by which the loss multiplies the ratio, advantage x row weight x
-    importance weight. ValueError: a shape or dtype is wrong."""
+    importance weight. Raises ValueError if a shape or dtype is wrong."""
     if logprobs.ndim != 2:
         raise ValueError(f"logprobs has shape {tuple(logprobs.shape)}; expected [B, S]")
     if mask.dtype != torch.bool:

@@ -50,8 +50,8 @@ def liger_elementwise() -> Elementwise:
 
 
 def fused_wanted(setting: FusedSetting) -> bool:
-    """Return whether ``model.fused_elementwise`` means that liger-kernel is used on a GPU. ValueError: the setting is
-    true and liger-kernel is not installed."""
+    """Return whether ``model.fused_elementwise`` means that liger-kernel is used on a GPU. Raises ValueError if the
+    setting is true and liger-kernel is not installed."""
     installed = find_spec(PACKAGE) is not None
     if setting is True and not installed:
         raise ValueError(f"model.fused_elementwise is true and {not_installed(PACKAGE)}, or say auto")

@@ -34,7 +34,7 @@ class Kept:
 
     def take(self) -> Tensor:
         """Remove and return the next result, in the order in which ``put`` stored them in the forward pass, as a tensor
-        without autograd history. RuntimeError: none is left, because backward runs a second time over the same
+        without autograd history. Raises RuntimeError if none is left, because backward runs a second time over the same
         graph."""
         if not self._results:
             raise RuntimeError(

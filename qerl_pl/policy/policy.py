@@ -150,7 +150,8 @@ class Policy(nn.Module):
         return {name: places[id(parameter)] for name, parameter in state.items()}
 
     def load_adapter_state(self, adapter: Mapping[str, Tensor]) -> None:
-        """Copy the values of an adapter into the policy's adapter. ValueError: names or shapes of the two differ."""
+        """Copy the values of an adapter into the policy's adapter. Raises ValueError if names or shapes of the two
+        differ."""
         live = self.adapter_state()
         check_same_tensors(adapter, live)
         for name, tensor in adapter.items():

@@ -64,7 +64,7 @@ def ladder(num_layers: int) -> tuple[Recompute, ...]:
 
 def recompute_of(setting: Setting, num_layers: int) -> Recompute | None:
     """Return the level that a value of ``model.gradient_checkpointing`` means for a model of ``num_layers`` blocks;
-    None for "auto". ValueError: the value is unknown, or a number of blocks that the model does not have."""
+    None for "auto". Raises ValueError if the value is unknown, or a number of blocks that the model does not have."""
     wanted = {True: "blocks", False: "none"}.get(setting, setting) if isinstance(setting, bool) else setting
     if wanted == "auto":
         return None

@@ -55,9 +55,9 @@ class StartAdapter(NamedTuple):
 
 
 def read_start(folder: str | Path) -> StartAdapter:
-    """Read an adapter from a folder that PEFT wrote (adapter_config.json and adapter_model.safetensors). ValueError: a
-    file is missing or cannot be read, the adapter uses a feature that is not supported (anything but plain LoRA of one
-    rank and alpha), or a tensor is not finite."""
+    """Read an adapter from a folder that PEFT wrote (adapter_config.json and adapter_model.safetensors). Raises
+    ValueError if a file is missing or cannot be read, the adapter uses a feature that is not supported (anything but
+    plain LoRA of one rank and alpha), or a tensor is not finite."""
     folder = Path(folder)
     where = f"model.lora.start is {folder}"
     config = _config(folder, where)
@@ -152,7 +152,7 @@ def _of_language_model(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _expert_rank(config: Mapping[str, Any], where: str) -> int:
-    """Return the rank of the adapters on experts that ``config`` describes, or 0. ValueError: gate_up_proj and
+    """Return the rank of the adapters on experts that ``config`` describes, or 0. Raises ValueError if gate_up_proj and
     down_proj of all experts are not both adapted, their ranks or alphas differ, or their scale is not that of the
     adapters on other linear layers."""
     parameters, ranks, alphas = (config.get(name) or {} for name in EXPERTS)

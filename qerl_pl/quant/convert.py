@@ -34,9 +34,9 @@ def convert_checkpoint(path: Path, output: Path) -> list[str]:
 
     Dequantised weights equal, bit for bit, those that the library compressed-tensors computes from the original. Like
     that library, this function replaces tensor scales of ModelOpt by their fp32 reciprocals, so weights differ from
-    ModelOpt's own by a relative error of at most 2^-23 before they are rounded to 16 bits. ValueError: the checkpoint
-    is damaged, or tensor scales of linear layers that inference engines fuse into one matrix cannot be made equal
-    without changing weights.
+    ModelOpt's own by a relative error of at most 2^-23 before they are rounded to 16 bits. Raises ValueError if the
+    checkpoint is damaged, or tensor scales of linear layers that inference engines fuse into one matrix cannot be made
+    equal without changing weights.
     """
     check_family(path)
     reasons, checkpoint, skeleton = conversion_reasons(path), Checkpoint(path), meta_model(path)
@@ -84,8 +84,8 @@ def _dense(
 
 def _packed(path: Path, weights: Mapping[str, PackedWeight], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of the converted checkpoint, by name, for NVFP4 linear layers that inference engines fuse into
-    one matrix (such as q, k and v) and that therefore need one tensor scale. ValueError: no tensor scale leaves all
-    dequantised weights unchanged."""
+    one matrix (such as q, k and v) and that therefore need one tensor scale. Raises ValueError if no tensor scale
+    leaves all dequantised weights unchanged."""
     shared = share_scale(list(weights.values()))
     if shared is None:
         numbers = ", ".join(f"{weight.global_scale.item():.6g}" for weight in weights.values())

@@ -104,8 +104,8 @@ def declared_layout(path: Path) -> Layout | None:
 
 
 def declared_formats(path: Path, config: Mapping) -> set[str]:
-    """Return which of the formats "NVFP4" and "FP8" a quantisation config names. ValueError: it combines NVFP4 with a
-    format other than FP8."""
+    """Return which of the formats "NVFP4" and "FP8" a quantisation config names. Raises ValueError if it combines NVFP4
+    with a format other than FP8."""
     method = str(config.get("quant_method"))
     if method.startswith("modelopt"):
         algorithm = str(config.get("quant_algo"))

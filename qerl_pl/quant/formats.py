@@ -76,8 +76,8 @@ class Format:
 def quantize(weight: Tensor, fmt: Format, global_scale: Tensor | None = None, *, name: str = "weight") -> PackedWeight:
     """Round a matrix [N, K] to the nearest values of a 4-bit format, with block scales that make each block's largest
     magnitude representable (min-max). ``global_scale`` is the tensor scale, [], or [N] with one per row; None: it is
-    computed from this matrix. ValueError, which names the tensor ``name``: the matrix is not finite, or K is no
-    multiple of the block size."""
+    computed from this matrix. Raises ValueError, which names the tensor ``name``, if the matrix is not finite, or K is
+    no multiple of the block size."""
     if weight.ndim != 2 or not weight.numel() or weight.shape[1] % fmt.block:
         raise ValueError(f"{name} has shape {list(weight.shape)}; expected [N, K] with K a multiple of {fmt.block}")
     block_amax = weight.unflatten(1, (-1, fmt.block)).abs().amax(-1).float()

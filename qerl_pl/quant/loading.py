@@ -110,9 +110,9 @@ def _swap_packed_linears(
 
 
 def _match(model: PreTrainedModel, checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[str, Part]]:
-    """Return, by the name of each tensor of the checkpoint, the name of the model's module and the attribute that it
-    fills, with the conversion that it needs. ValueError: a tensor fills nothing, or a parameter or buffer would not be
-    filled."""
+    """Return for each tensor of the checkpoint, by its name, which attribute of which module of the model it fills: the
+    module's name, and a ``Part`` with the attribute and the conversion of the tensor. Raises ValueError if a tensor
+    belongs to no attribute, or if a parameter or buffer has no tensor."""
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     packed = [name.removesuffix(".codes") for name in wanted if name.endswith(".codes")]
     parts = layout.parts if layout else {}
@@ -175,8 +175,9 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Co
 def _fill(
     module: nn.Module, part: Part, tensor: Tensor, *, name: str, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Convert and check a checkpoint's tensor ``name``, and assign it to the module's attribute ``part.buffer`` in
-    place of a meta tensor. ValueError: values, shape or dtype are wrong."""
+    """Convert a checkpoint's tensor as ``part`` says, check it, and assign it to the module's attribute ``part.buffer``
+    in place of a meta tensor. Raises ValueError, with the tensor's name ``name``, if its values, shape or dtype cannot
+    be used."""
     meta = getattr(module, part.buffer)
     _check_finite(tensor, name)
     value = part.convert(tensor, meta.shape)

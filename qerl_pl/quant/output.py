@@ -72,8 +72,8 @@ class OutputFolder:
     def finish(self, source: Path, config: Mapping[str, object]) -> None:
         """Complete the folder and rename it to ``OUTPUT``: write the index of tensors, quantization_report.json
         (settings and error reports) and config.json with the content ``config``, and copy the tokenizer, chat
-        templates, licence and similar files of the checkpoint ``source``. FileNotFoundError: a finished file was
-        removed."""
+        templates, licence and similar files of the checkpoint ``source``. Raises FileNotFoundError if a finished file
+        was removed."""
         for file in self.done:
             (self.partial / file).stat()
         carry(source, self.partial)
@@ -90,7 +90,7 @@ class OutputFolder:
 def new_folder(output: Path) -> Iterator[Path]:
     """Context manager in which the caller makes a folder that appears at the path ``output`` only when it is complete.
     It yields a path, at which the caller makes the folder, and which is renamed to ``output`` at the end or, after an
-    error, removed. ValueError: ``output`` exists."""
+    error, removed. Raises ValueError if ``output`` exists."""
     if output.exists():
         raise ValueError(f"{output} exists; give a folder that does not")
     scratch = output.with_name(output.name + ".tmp")

@@ -94,7 +94,8 @@ def split_linears(
     """Divide the linear layers of a model into those to quantise and those that stay dense. Layers stay dense because
     of the model family (``Family.dense``) or because of ``ignore``, whose entries are names, or "re:" and a regular
     expression that matches the start of names. Returns the shapes [N, K] of the layers to quantise, by name, and the
-    names of the others. ValueError: ``block``, the number of columns that share a block scale, does not divide K."""
+    names of the others. Raises ValueError if ``block``, the number of columns that share a block scale, does not divide
+    K."""
     linears = linears_of(model)
     for entry in ignore:
         try:

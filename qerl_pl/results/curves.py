@@ -43,8 +43,8 @@ def read_curves(run: Path) -> dict[str, Curve]:
     """Read all scalars of a run from its TensorBoard event files, by name. Of values at the same step, the latest is
     taken. A validation before the first rollout has the step -1 if that after it was logged at step 0 too. What earlier
     starts logged for steps after the first one of a later start is left out, because a run that goes on from an older
-    checkpoint does them again. Damaged parts of a file are skipped, with a warning on stderr. ValueError: there is no
-    event file, or none with a readable scalar."""
+    checkpoint does them again. Damaged parts of a file are skipped, with a warning on stderr. Raises ValueError if
+    there is no event file, or none with a readable scalar."""
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
         raise ValueError(_without_events(run))

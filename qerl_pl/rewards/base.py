@@ -40,8 +40,8 @@ class Limited(Protocol):
     """Protocol of a reward whose scores depend on the limit on the length of completions."""
 
     def limited_to(self, max_tokens: int) -> Callable[..., Any]:
-        """Return a copy of the reward for completions of at most ``max_tokens`` tokens. ValueError: the reward was
-        configured with another limit."""
+        """Return a copy of the reward for completions of at most ``max_tokens`` tokens. Raises ValueError if the reward
+        was configured with another limit."""
         ...
 
 
@@ -151,8 +151,8 @@ def ready_rewards(
     """Check the rewards of a run together, and return them with the limit on the completion length, ``max_tokens``
     tokens, set in the rewards that depend on it. ``metric`` is the name of the reward by which dynamic sampling filters
     groups (the completions of one prompt), or None. If ``optional``, because a teacher trains the policy, no reward
-    needs a weight other than 0. ValueError: two rewards have one name, ``metric`` is not the name of a reward, or no
-    weight is other than 0 (unless ``optional``)."""
+    needs a weight other than 0. Raises ValueError if two rewards have one name, ``metric`` is not the name of a reward,
+    or no weight is other than 0 (unless ``optional``)."""
     _check_names(rewards)
     if not rewards and not optional:
         raise ValueError("model.rewards is empty; expected at least one reward, or a teacher (model.teacher)")
@@ -179,8 +179,8 @@ def score_rewards(
 ) -> RewardTable:
     """Score a batch of B rows with every reward; returns each row's weighted sum, and each reward's scores with
     reasons. ``seed`` seeds the global random streams while a reward runs, together with the reward's name. Rewards may
-    read ``progress``, the optimizer steps of the run so far and in all. RewardError: a reward failed, took too long, or
-    did not return one score per row; or a weighted sum is not finite."""
+    read ``progress``, the optimizer steps of the run so far and in all. Raises RewardError if a reward failed, took too
+    long, or did not return one score per row; or a weighted sum is not finite."""
     _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(
@@ -218,8 +218,8 @@ def score_rewards(
 def check_answers(rewards: Sequence[WeightedReward], prompts: Sequence[Prompt]) -> None:
     """Check before a run that the rewards can score some prompts of the data set. A reward with a ``judge`` method has
     to score completions that consist of the known answer; for any other reward, the data set must have the columns that
-    the reward's parameters name. ValueError: a reward can read none of the known answers, or the data set lacks a
-    column."""
+    the reward's parameters name. Raises ValueError if a reward can read none of the known answers, or the data set
+    lacks a column."""
     completions = [
         Completion((), (), True, text=f"\\boxed{{{prompt.answer}}} #### {prompt.answer}") for prompt in prompts
     ]

@@ -58,7 +58,7 @@ class Called(NamedTuple):
 
 def takes_objects(name: str, reward: Callable[..., Any]) -> bool:
     """Return whether a reward is called with ``Prompt`` and ``Completion`` objects; if not, it is called as TRL calls
-    rewards. ValueError, with the reward's ``name``: its parameters name neither prompts nor completions."""
+    rewards. Raises ValueError, with the reward's ``name``, if its parameters name neither prompts nor completions."""
     signature = _signature(name, reward)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
     names = {parameter for parameter, kind in kinds.items() if kind not in _VARIADIC}
@@ -88,8 +88,8 @@ def call(
 
     A reward that is called as TRL calls rewards gets prompts and completions as lists of messages if ``messages`` is
     True, as texts if it is False, and as TRL does if it is None: as messages if the questions in the data set are lists
-    of messages. It gets ``progress``, the optimizer steps of the run, as ``trainer_state``. ValueError: a parameter
-    without a default is not the name of a column.
+    of messages. It gets ``progress``, the optimizer steps of the run, as ``trainer_state``. Raises ValueError if a
+    parameter without a default is not the name of a column.
     """
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}

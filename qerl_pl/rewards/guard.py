@@ -41,8 +41,8 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
     seeded by ``seed``, so a reward's draws do not depend on the code that ran before. NumPy and torch are handled only
     if they are already imported, because the command `score` runs without them.
 
-    RewardError, with ``name`` and ``num_rows`` in the message: the reward raised an exception, asked the process to
-    exit, or took too long.
+    Raises RewardError, with ``name`` and ``num_rows`` in the message, if the reward raised an exception, asked the
+    process to exit, or took too long.
     """
     with _settings_kept(), preserved_rng(), _exit_refused(), _clock(time_limit) as restart:
         random.seed(seed)
@@ -72,8 +72,8 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
 def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
     """Convert the return value of a reward (a sequence, iterator, tensor or array with a number or None per row) to a
-    list. RewardError, with the reward's name and the row: it does not consist of ``num_rows`` finite numbers or
-    None."""
+    list. Raises RewardError, with the reward's name and the row, if it does not consist of ``num_rows`` finite numbers
+    or None."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):

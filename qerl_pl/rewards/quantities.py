@@ -30,7 +30,8 @@ class Quantity(NamedTuple):
     certain: bool  # False if the unit may instead be a product of variables, as in ``2m`` and ``2mg``
 
     def times(self, ratio: Fraction, power_of_pi: int = 0) -> str:
-        """Return, as LaTeX, the value in a unit of which this one contains ``ratio * pi ** power_of_pi``."""
+        """Convert the value to a unit that is contained ``ratio * pi ** power_of_pi`` times in this quantity's unit,
+        and return it as LaTeX."""
         if ratio == 1 and not power_of_pi:
             return self.value
         name, equals, value = self.value.rpartition("=")
@@ -92,11 +93,11 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
     may be a variable) and the other is a percentage.
 
     If only the known answer has a unit, the completion's answer is taken to be in this unit, and both are returned as
-    they are, but a known answer in several units, such as ``2 hours 30 minutes``, as its value in the first of them. If
-    only the completion's answer has a unit and the known answer is a number, the unit is dropped. A value without
-    dimension, such as ``5 permille``, counts as a number without a unit. All other answers are returned as they are,
-    such as those with units that are not in the table of ``units.py``, or two whose units may both be variables, as in
-    ``5 m`` and ``5 s``.
+    they are; only a known answer in several units, such as ``2 hours 30 minutes``, is converted to its value in the
+    first of them. If only the completion's answer has a unit and the known answer is a number, the unit is dropped. A
+    value without dimension, such as ``5 permille``, counts as a number without a unit. All other answers are returned
+    as they are, such as those with units that are not in the table of ``units.py``, or two whose units may both be
+    variables, as in ``5 m`` and ``5 s``.
     """
     known, given = (_shared_out(quantity(side), side) for side in (gold, answer))
     for one, other in ((known, answer), (given, gold)):
@@ -122,9 +123,9 @@ def in_one_unit(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _shared_out(measured: Quantity | None, text: str) -> Quantity | str:
-    """Return ``measured``, which is ``text`` read as a quantity. If it has no dimension, as ``5 permille``, its value
-    is returned instead, as the text of a plain number; if it is None, because ``text`` is no quantity, ``text`` is
-    returned."""
+    """Return ``measured``, the quantity that was read from ``text``. If this quantity has no dimension, such as ``5
+    permille``, return its value as a plain number in LaTeX instead; if ``measured`` is None, because ``text`` is no
+    quantity, return ``text``."""
     if measured is None:
         return text
     return measured if measured.unit.dimension else measured.times(measured.unit.size)

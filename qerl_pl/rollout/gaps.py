@@ -82,7 +82,7 @@ class GapLimits:
     ) -> None:
         """Compare the gaps of a rollout (``gaps_of``), which are called ``names``, with their limits, and add them to
         the history. ``rounding`` measures the gaps that the trainer's own rounding errors in the compute dtype
-        ``dtype`` cause in some completions. CheckFailed: one exceeds its limit."""
+        ``dtype`` cause in some completions. Raises CheckFailed if a measure exceeds its limit."""
         if gaps["far_share"] > MAX_FAR_SHARE:
             raise CheckFailed(
                 f"{gaps['far_share']:.2%} of the tokens of rollout {rollout} have a probability in the trainer that "

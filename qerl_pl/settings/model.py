@@ -134,7 +134,7 @@ class ModuleSettings:
 
     def check_with_base(self) -> None:
         """Check the settings against the base, which is downloaded or quantised first if need be, and fill in the rank
-        of adapters on experts. ValueError: there is no such base, or a setting does not fit it."""
+        of adapters on experts. Raises ValueError if there is no such base, or a setting does not fit it."""
         config = check_base(self.folder)
         if self.lora.start is not None:
             start = self.lora.starts_at
@@ -157,16 +157,16 @@ class ModuleSettings:
     def replays_routes(self, engine: str, *, returns_routes: bool) -> bool:
         """Return whether training uses the experts that the rollout engine chose for each token, by the setting
         ``model.router_replay``. ``engine`` is the engine's name for messages, and ``returns_routes`` says whether it
-        returns the chosen experts. ValueError: the setting is "on", and the base has no experts or the engine does not
-        return them."""
+        returns the chosen experts. Raises ValueError if the setting is "on", and the base has no experts or the engine
+        does not return them."""
         has_experts = FAMILIES[check_base(self.folder)["model_type"]].experts is not None
         which = {"has_experts": has_experts, "returns_routes": returns_routes}
         return replays_routes(self.router_replay, **which, engine=engine)
 
     def check_length(self, *, max_steps: int, batch_size: int) -> None:
         """Check the length of a run, ``trainer.max_steps`` (-1: not set), with ``data.batch_size`` prompts per rollout.
-        ValueError: the run does not end with a complete rollout, the prompts of a rollout cannot be divided equally
-        among its mini-batches, or the warm-up is longer than the run."""
+        Raises ValueError if the run does not end with a complete rollout, the prompts of a rollout cannot be divided
+        equally among its mini-batches, or the warm-up is longer than the run."""
         if max_steps < 1:
             raise ValueError("trainer.max_steps is not set; schedules need the length of the run in optimizer steps")
         if max_steps % self.steps_per_rollout:
@@ -271,7 +271,8 @@ class ModuleSettings:
 def replays_routes(setting: str, *, has_experts: bool, returns_routes: bool, engine: str) -> bool:
     """Return whether training uses the experts that the rollout engine chose for each token, instead of those of the
     trainer's routers. ``setting`` is the value of ``model.router_replay``; "auto" means yes if the base has experts and
-    the engine returns the chosen ones. ValueError: the setting is "on" and one of these is not so."""
+    the engine returns the chosen ones. Raises ValueError if the setting is "on" and one of these two conditions does
+    not hold."""
     can = has_experts and returns_routes
     if setting == "on" and not can:
         lacks = f"{engine} returns no experts" if has_experts else "the base has no mixtures of experts"

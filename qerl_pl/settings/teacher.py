@@ -49,7 +49,8 @@ class TeacherSettings:
     def folder(self, base: str, policy: str, *, longest: int) -> str:
         """Return the teacher's checkpoint folder, after downloading or quantising it if necessary. ``base`` is
         ``model.base``, ``policy`` the policy's folder, and ``longest`` the most tokens of a prompt and its completion.
-        ValueError: the teacher cannot be loaded, has another vocabulary, or cannot score sequences of that length."""
+        Raises ValueError if the teacher cannot be loaded, has another vocabulary, or cannot score sequences of that
+        length."""
         if self.base == DENSE:
             folder = prepared_base(base)
             if read_layout(Path(folder)) is not None:

@@ -78,8 +78,8 @@ class Judged(NamedTuple):
 
 
 def gather(study: Study) -> list[Group]:
-    """Read the results of a study's finished runs, one ``Group`` for each arm and point of the grid. ValueError: no run
-    is finished, or the event files of a run cannot be read."""
+    """Read the results of a study's finished runs, one ``Group`` for each arm and point of the grid. Raises ValueError
+    if no run is finished, or the event files of a run cannot be read."""
     groups: dict[tuple[str, str], Group] = {}
     for run in study.runs():
         if state.is_finished(study, run):

@@ -55,7 +55,7 @@ def succeeded(folder: Path, name: str, seconds: float) -> None:
 
 def write_files(study: Study, run: Run) -> None:
     """Write the configuration files of a run, which its commands read (``-c``). The caller must hold the run's lock.
-    ValueError: the run began with other settings than those that the study's file now gives it."""
+    Raises ValueError if the run began with other settings than those that the study's file now gives it."""
     check_unchanged(study, run)
     for path, text in files_of(study, run).items():
         write_whole(path, text)

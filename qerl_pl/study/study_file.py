@@ -198,7 +198,7 @@ class Command(NamedTuple):
 def read_study(path: Path, output: Path | None = None, variables: Mapping[str, str] | None = None) -> Study:
     """Read the YAML file of a study. It has the fields of ``Study`` and optionally ``variables``, a mapping of names to
     values that replace ``$NAME`` in all of its texts. The arguments ``output`` and ``variables`` override what the file
-    says. ValueError: the file is missing or no YAML, or a key or value is wrong."""
+    says. Raises ValueError if the file is missing or no YAML, or a key or value is wrong."""
     _require(path.is_file(), f"there is no study {path}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -66,8 +66,8 @@ def main(argv: list[str]) -> int:
 @phase("loading the run's policy")
 def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, Any]]:
     """Load the trained policy of a run in evaluation mode, onto a GPU if there is one; returns the policy and the run's
-    configuration. ``checkpoint`` is "last", "best" or a path. ValueError: there is no such run or checkpoint, the base
-    is not found, or the checkpoint belongs to another base model."""
+    configuration. ``checkpoint`` is "last", "best" or a path. Raises ValueError if there is no such run or checkpoint,
+    the base is not found, or the checkpoint belongs to another base model."""
     config_file, path = run_files(run, checkpoint)
     config: dict[str, Any] = read_run_config(config_file, "data")
     model = config["model"]

@@ -78,8 +78,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
 
     The exported settings name the base by its absolute path, or by name and commit on the hub. If the run quantised the
     base, they name the quantised copy in this program's cache. ``checkpoint`` is "last", "best", or the path of a
-    checkpoint. ValueError: there is no such run or checkpoint, the checkpoint is damaged, the base's files on this
-    machine are not those of the run, or ``output`` exists.
+    checkpoint. Raises ValueError if there is no such run or checkpoint, the checkpoint is damaged, the base's files on
+    this machine are not those of the run, or ``output`` exists.
     """
     config_file, path = run_files(run, checkpoint)
     model: dict[str, Any] = read_run_config(config_file)["model"]
@@ -128,8 +128,9 @@ def _check_shapes(adapter: Mapping[str, Tensor], base: Path) -> None:
 
 def push(folder: Path, name: str) -> str:
     """Upload an exported folder to the model repository OWNER/NAME on the Hugging Face hub; returns the repository's
-    web address. If the repository does not exist, it is created as a private one. OSError: the hub cannot be reached or
-    refuses the upload. The exported folder stays on this machine, and the message has the command that uploads it."""
+    web address. If the repository does not exist, it is created as a private one. Raises OSError if the hub cannot be
+    reached or refuses the upload. The exported folder stays on this machine, and the message has the command that
+    uploads it."""
     try:
         api = HfApi()
         address = api.create_repo(name, private=True, exist_ok=True)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 def write_files(folder: Path, *, base: str) -> list[Path]:
     """Write an example configuration, reward and problems into a new or existing folder; returns the paths of the
     files. If an error occurs, the files already written are removed. ``base`` becomes the value of ``model.base``; the
-    path of a folder is made absolute. ValueError: one of the files exists, or ``folder`` is a file."""
+    path of a folder is made absolute. Raises ValueError if one of the files exists, or ``folder`` is a file."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder, new or existing")
     local = Path(base).expanduser()

@@ -73,8 +73,8 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
     The base is dequantised, the adapter is added in fp32, and the sum is rounded to bf16. With the ``form`` "nvfp4",
     the result is then quantised to NVFP4 by rounding to nearest, so small changes by the adapter may be lost. After an
-    error, the folder is removed. ValueError: there is no such run or checkpoint, the checkpoint belongs to another
-    base, or ``output`` exists.
+    error, the folder is removed. Raises ValueError if there is no such run or checkpoint, the checkpoint belongs to
+    another base, or ``output`` exists.
     """
     with new_folder(output) as temporary:
         policy, _ = load_run(run, checkpoint=checkpoint)

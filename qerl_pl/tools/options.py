@@ -26,7 +26,7 @@ limit (--minutes) ended the work; 128 plus the number of a signal that ended it.
 
 def output_file(text: str | Path) -> Path:
     """Check that a file can be written at the path ``text``, and return the path; a type for arguments of argparse.
-    ArgumentTypeError: the path is empty, a folder or a device, or a parent of it is a file."""
+    Raises ArgumentTypeError if the path is empty, a folder or a device, or a parent of it is a file."""
     text, path = str(text), Path(text)  # jsonargparse calls this a second time, with the result
     if not text.strip() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} is a folder; expected a file, e.g. {path / 'result'}")
@@ -39,8 +39,8 @@ def output_file(text: str | Path) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """Check that a path is a folder or that one can be made there, and return it; a type for argparse.
-    ArgumentTypeError: it is empty (as from an unset shell variable), or it or one of its parents is a file."""
+    """Check that a path is a folder or that one can be made there, and return it; a type for argparse. Raises
+    ArgumentTypeError if it is empty (as from an unset shell variable), or it or one of its parents is a file."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")
@@ -52,8 +52,8 @@ def output_folder(text: str) -> Path:
 
 def picture_file(text: str) -> Path:
     """Check that a picture can be saved at the path ``text``, whose ending names the format, and return the path; a
-    type for arguments of argparse. ArgumentTypeError: the ending is not that of a supported format, or the file cannot
-    be written."""
+    type for arguments of argparse. Raises ArgumentTypeError if the ending is not that of a supported format, or the
+    file cannot be written."""
     path = output_file(text)
     if path.suffix.lower() not in PICTURES:
         raise ArgumentTypeError(f"{text!r} does not end in one of {', '.join(PICTURES)}")
@@ -88,22 +88,24 @@ def finite(*, above: float | None = None, least: float | None = None) -> Callabl
 
 
 def existing_file(text: str) -> Path:
-    """Return the path of an existing file. ArgumentTypeError: there is no such file."""
+    """Return the path of an existing file. Raises ArgumentTypeError if there is no such file."""
     return _existing(text, "file", Path.is_file)
 
 
 def existing_folder(text: str) -> Path:
-    """Return the path of an existing folder. ArgumentTypeError: there is no such folder."""
+    """Return the path of an existing folder. Raises ArgumentTypeError if there is no such folder."""
     return _existing(text, "folder", Path.is_dir)
 
 
 def existing_base(text: str) -> Path:
-    """Return the path of a base model, an existing folder or GGUF file. ArgumentTypeError: there is neither."""
+    """Return the path of a base model, an existing folder or GGUF file. Raises ArgumentTypeError if there is
+    neither."""
     return existing_file(text) if text.lower().endswith(".gguf") or Path(text).is_file() else existing_folder(text)
 
 
 def existing_run(text: str) -> Path:
-    """Return the path of a run's folder, which has a config.yaml. ArgumentTypeError: there is no such folder."""
+    """Return the path of a run's folder, which has a config.yaml. Raises ArgumentTypeError if there is no such
+    folder."""
     path = existing_folder(text)
     if not (path / "config.yaml").is_file():
         raise ArgumentTypeError(f"{text} is no run folder: it has no config.yaml")

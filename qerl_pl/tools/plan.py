@@ -106,7 +106,7 @@ def shape_of(model: Mapping[str, Any]) -> ModelShape:
 
 def card_bytes(gib: float | None) -> int:
     """Return the memory, in bytes, of the GPU for which memory is planned: ``gib`` GiB, or the size of this machine's
-    GPU if ``gib`` is None. ValueError: the size is out of range, or this machine has no GPU."""
+    GPU if ``gib`` is None. Raises ValueError if the size is out of range, or this machine has no GPU."""
     if gib is not None:
         check_gpu_memory(gib, "the GPU's memory (--gpu-memory, model.gpu_memory)")
         return int(gib * GIB)
@@ -116,8 +116,8 @@ def card_bytes(gib: float | None) -> int:
 
 
 def planned_run(config: Mapping[str, Any]) -> RunMemory:
-    """Return the settings of a configuration that decide how much memory a run needs on each GPU. ValueError: a setting
-    is missing or out of range, or the rollout engine cannot be built with its settings."""
+    """Return the settings of a configuration that decide how much memory a run needs on each GPU. Raises ValueError if
+    a setting is missing or out of range, or the rollout engine cannot be built with its settings."""
     model, data, trainer = config["model"], config["data"], config["trainer"]
     for name in ("base", "engine"):
         if not model[name]:

@@ -101,7 +101,8 @@ def main(argv: list[str]) -> int:
 def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counter[float | None], Counter[str]]:
     """Score every completion of the JSON Lines file ``source``, and write its rows with score and reason to ``target``;
     after an error, nothing is written. Returns two dicts: the number of rows by score, and, for rows without a score,
-    the number of rows by reason. ValueError: a row is malformed (the message names it), or the reward needs tokens."""
+    the number of rows by reason. Raises ValueError if a row is malformed (the message names it), or the reward needs
+    tokens."""
     if isinstance(term.reward, Limited):
         raise ValueError(_NO_TOKENS)
     by_objects = not isinstance(term.reward, Judge) and takes_objects(term.name, term.reward)
@@ -130,8 +131,8 @@ def score_file(term: WeightedReward, source: Path, target: Path) -> tuple[Counte
 
 def read_rows(path: Path, say: Callable[[str], object]) -> Iterator[Row]:
     """Yield the rows of a JSON Lines file. Empty lines are skipped; if there are any, ``say`` is called with a sentence
-    that has their number. ValueError: there are no rows, or a line is no JSON object with a text "completion" and an
-    "answer" that is a text or number."""
+    that has their number. Raises ValueError if there are no rows, or a line is no JSON object with a text "completion"
+    and an "answer" that is a text or number."""
     for where, row in read_json_lines(path, say=say):
         for field in ("completion", "answer"):
             if field not in row:

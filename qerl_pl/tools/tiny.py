@@ -65,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
 def make_tiny(output: Path | str, *, seed: int = 0, sft_steps: int = SFT_STEPS) -> dict[str, float]:
     """Fine-tune a small policy on solutions with mistakes, and write it to a new or empty folder; after an error, the
     folder is left as it was. ``sft_steps`` is the number of optimizer steps; with 0, the weights are random. Returns
-    the duration in ``seconds`` and, if the policy was trained, its ``accuracy`` and ``skill`` (see ``measure``).
-    ValueError: the folder is not empty, or accuracy or skill is out of range (see ``check``)."""
+    the duration in ``seconds`` and, if the policy was trained, its ``accuracy`` and ``skill`` (see ``measure``). Raises
+    ValueError if the folder is not empty, or accuracy or skill is out of range (see ``check``)."""
     output, started = Path(output), time.perf_counter()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty folder; remove it or choose another --output")

@@ -113,8 +113,8 @@ class Batch:
         """Call ``work`` with the limit on the tokens of one pass, and return its result. If GPU memory runs out, the
         call is repeated: after the rollout engine has freed its KV cache, if that was still allocated; then with more
         activations recomputed in backward, if ``work`` has a backward pass (``with_gradient``) and not all of them are
-        recomputed already; else with half the limit. RuntimeError: memory runs out even with one row (a prompt and its
-        completion) per pass."""
+        recomputed already; else with half the limit. Raises RuntimeError if memory runs out even with one row (a prompt
+        and its completion) per pass."""
         longest = int(self.experience.lengths.max())
         options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, free_cache=self.free_cache, **options)
