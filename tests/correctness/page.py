@@ -61,7 +61,7 @@ def about_gaps(results: Sequence[Line]) -> dict[str, Any]:
 
     return {
         **{name: results[0][name] for name in ("device", "torch")},
-        "commit": " and ".join(dict.fromkeys(result["commit"] for result in results)),
+        "commits": _commits(results),
         **{name: results[0]["shape"][name] for name in ("rollouts", "rows")},
         "gaps": table(header, rows),
         "worst_quiet": _number(max(summary["gap"]["worst_mean_abs"] for summary in quiet)),
@@ -112,13 +112,13 @@ def about_faults(lines: Sequence[Line], real: Sequence[Line]) -> dict[str, Any]:
         "seen": " and ".join(seen),
         "pretrained": f"{within_two} of {len(real)}",
         "pretrained_device": real[0]["device"],
-        "pretrained_commit": " and ".join(dict.fromkeys(line["commit"] for line in real)),
+        "pretrained_commits": _commits(real),
         "faults": table(["fault", *COLUMNS], rows),
         "rollouts_without": sum(line["rollouts"] for line in healthy),
         "vllm": sum(line["rollouts"] for line in healthy if line["shape"]["engine"] == "vllm"),
         "alarms": sum(line["outcome"] != "silent" for line in healthy) or "none",
         "costs": table(["run", "step, s", "evidence", "canary"], [_cost(line) for line in healthy]),
-        "faults_commits": " and ".join(dict.fromkeys(line["commit"] for line in lines)),
+        "faults_commits": _commits(lines),
         **{f"faults_{name}": faults[0][name] for name in ("device", "torch")},
     }
 
@@ -139,7 +139,7 @@ def about_jumps(lines: Sequence[Line]) -> dict[str, Any]:
         "real_rollouts": sum(line["rollouts"] for line in lines),
         "real_runs": len(lines),
         "real_devices": " and ".join(dict.fromkeys(line["device"] for line in lines)),
-        "real_commits": ", ".join(dict.fromkeys(line["commit"] for line in lines)),
+        "real_commits": _commits(lines),
         "real_jumps": ", ".join(parts),
         "audited_rollouts": sum(line["rollouts"] for line in audited),
         "largest_margin": f"{max(line['margin']['max'][1] for line in audited):.2f}",
@@ -174,6 +174,12 @@ def about_other_policies(lines: Sequence[Line], real: Sequence[Line]) -> dict[st
 
 def _read(name: str) -> list[Line]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def _commits(lines: Sequence[Line]) -> str:
+    """Name the commits at which the lines were measured, as in "commit a" or "commits a, b and c"."""
+    *others, last = dict.fromkeys(line["commit"] for line in lines)
+    return f"commits {', '.join(others)} and {last}" if others else f"commit {last}"
 
 
 def _gap_row(run: str, summary: dict[str, Any]) -> list[str]:
