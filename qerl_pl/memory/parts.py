@@ -239,10 +239,10 @@ def kv_cache(
 ) -> int:
     """Return the bytes of vLLM's cache for ``num_sequences`` sequences of ``length`` tokens.
 
-    Every sequence takes a whole number of cache blocks of ``block`` tokens, and vLLM reserves one block more for all.
-    In a model with recurrent layers, blocks have as many tokens as are needed for their keys and values in one layer to
-    take at least as many bytes as a recurrent state. vLLM divides the layers into groups of equal kind; a sequence
-    needs one block per group of recurrent layers.
+    Every sequence takes a whole number of cache blocks of ``block`` tokens, and vLLM reserves one further block in
+    total. In a model with recurrent layers, ``block`` is multiplied by the smallest integer with which a block's keys
+    and values in one layer take at least as many bytes as a recurrent state. vLLM divides the layers into groups of one
+    kind, attention or recurrent, and a sequence needs one block for each group of recurrent layers.
     """
     token = kv_token_bytes(shape, itemsize, kv_cache_dtype)
     recurrent = shape.recurrent.num_layers
