@@ -89,8 +89,8 @@ FUNCTION void nvfp4_batch(const TensorMap *x, const TensorMap *weight, const Ten
 #pragma unroll
   for (int i = 0; i < BUFFERS * 4; i++) fragments[i / 4][i % 4] = 0;
 
-  // A lane reads its word of the warp's 16 outputs, and converts the scales of k-block lane / 4 for four of these
-  // outputs.
+  // Each lane reads one word of codes per k-block, which belongs to two of the warp's 16 outputs. In each stage, it
+  // also converts scales for the warp: those of four of the 16 outputs in k-block lane / 4.
   u32 word_at = memory + WEIGHTS + tile * 512 + lane * 16 + warp % 4 * 4;
   const u32 scale_at = memory + SCALES + (lane >> 2) * (TILES * 64) + tile * 64 + (lane & 3) * 16 + warp % 4 * 2;
   const u32 converted = memory + STAGES * STAGE + warp * CONVERTED;
