@@ -40,11 +40,11 @@ class Curve(NamedTuple):
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Read all scalars of a run from its TensorBoard event files, by name. Of values at the same step, the latest is
-    taken. A validation before the first rollout has the step -1 if that after it was logged at step 0 too. What earlier
-    starts logged for steps after the first one of a later start is left out, because a run that goes on from an older
-    checkpoint does them again. Damaged parts of a file are skipped, with a warning on stderr. Raises ValueError if
-    there is no event file, or none with a readable scalar."""
+    """Read all scalars of a run from its TensorBoard event files, by name. Of several values at the same step, the
+    latest is used. If there were validations before and after the first rollout, both are logged at step 0, and the
+    first of them gets the step -1 here. A run that is started again from an older checkpoint repeats some steps; what
+    its earlier starts logged for these steps is left out. Damaged parts of a file are skipped, with a warning on
+    stderr. Raises ValueError if there is no event file, or none with a readable scalar."""
     files = sorted(run.glob("events.out.tfevents.*"))
     if not files:
         raise ValueError(_without_events(run))

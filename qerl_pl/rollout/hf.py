@@ -119,8 +119,9 @@ class TransformersEngine:
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
         mask = torch.zeros(rows.shape, dtype=torch.bool, device=device)
-        # The policy takes the tokens before a row's first masked token as its prompt, and may compute equal prompts
-        # only once. Each copy needs other random errors, so with several copies all tokens but the first are masked.
+        # Each copy needs random errors of its own, but the policy may compute a prompt once for all rows that have it.
+        # A row's prompt ends before the first token that the mask selects, so with several copies the mask selects all
+        # tokens but the first.
         mask[:, at if copies == 1 else slice(1, None)] = True
         targets = rows.clone()
         targets[:, at] = torch.tensor(following, device=device)

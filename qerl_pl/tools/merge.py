@@ -149,8 +149,9 @@ def merged_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def sampled_rows(run: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
-    """Read the newest completions of a run, at most ``_ROWS``: for each, the tokens of the prompt and of at most
-    ``_TOKENS`` of the completion, and the number of prompt tokens. Empty if the run kept none."""
+    """Read the newest completions of a run, at most ``_ROWS``. Returns for each of them the tokens of the prompt
+    followed by the first ``_TOKENS`` tokens of the completion, and the number of tokens of the prompt. The list is
+    empty if the run has stored no completions."""
     rows = []
     for file in sorted((run / "completions").glob("*.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True):
         for line in read_lines(file):
