@@ -73,8 +73,8 @@ def models(lines: list[Line]) -> str:
     runs = named(lines, "real_runs")
     bits = {model_of(line): line["bits_per_weight"] for line in runs if line["bits_per_weight"] < 16}
     listed = " and ".join(f"{bits[model]:.2f} bits ({model})" for model in sorted(bits))
-    where = ", ".join(sorted({f"{line['device']} at commit {line['commit']}" for line in runs}))
-    text = f"The files have weights of on average {listed}. The runs were made on {where}."
+    devices, commits = (", ".join(sorted({line[name] for line in runs})) for name in ("device", "commit"))
+    text = f"The files have weights of on average {listed}. The runs were made on {devices}, at commits {commits}."
     return wrapped(text) if runs else ""
 
 
@@ -143,8 +143,11 @@ def differences(lines: list[Line]) -> str:
                 rows += [[model, task, f"{one} - {other}", f"{kind} {label}", *row] for row in new]
                 if new and (other, kind, when, task) == ("bf16", "strict", -1, TASK):
                     points = float(new[0][1])
-                    verdict = "within" if abs(points) <= LIMIT else "not within"
-                    results.append(f"{model}: {one} ends {points:+.1f} points from bf16, {verdict} {LIMIT:g} points.")
+                    change = f"{'loses' if points < 0 else 'gains'} {abs(points):.1f} points with the arm `{one}`"
+                    results.append(f"{model} {change}{', more than that' if points < -LIMIT else ''}.")
+    if results:
+        aim = f"After training, an NVFP4 base should cost at most {LIMIT:g} points of strict accuracy against bf16."
+        results.insert(0, aim)
     head = "model | task | arms | accuracy | seeds | points | over problems | over seeds"
     return f"{wrapped(' '.join(results))}\n\n{tabled(head, rows)}".strip()
 
