@@ -49,8 +49,8 @@ class Unreadable(ValueError):
 
 def equal_expressions(gold: str, answer: str) -> bool:
     """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. It has an absolute
-    tolerance, so numbers that it finds equal are computed to more digits, and are different if these differ.
-    ``Unreadable``: the known answer ``gold`` cannot be parsed."""
+    tolerance, so numbers that it finds equal are computed to more digits, and are different if these differ. Raises
+    ``Unreadable`` if the known answer ``gold`` cannot be parsed."""
     known, given = _parse(gold), _parse(answer)
     if known is None:
         raise Unreadable(f"the known answer {gold!r} cannot be read, so {answer!r} cannot be compared with it")
@@ -68,8 +68,8 @@ def equal_expressions(gold: str, answer: str) -> bool:
 
 def equal_equations(gold: Sequence[str], answer: Sequence[str]) -> bool:
     """Tell whether two equations, given as lists of their sides, are equal: their sides are equal in the same or in
-    reversed order, or left - right of one is a constant multiple of left - right of the other. ``Unreadable``: the
-    known answer ``gold`` cannot be parsed."""
+    reversed order, or left - right of one is a constant multiple of left - right of the other. Raises ``Unreadable`` if
+    the known answer ``gold`` cannot be parsed."""
     known, given = [_parse(side) for side in gold], [_parse(side) for side in answer]
     if None in known:
         raise Unreadable(f"the known answer {'='.join(gold)!r} cannot be read")
@@ -107,7 +107,8 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, answer: str) -> bool:
-    """Tell whether two inequalities or intervals have the same solutions. ``Unreadable``: as ``equal_expressions``."""
+    """Tell whether two inequalities or intervals have the same solutions. Raises ``Unreadable`` as
+    ``equal_expressions`` does."""
     gold, answer = _ascending(gold), _ascending(answer)
     if letters(gold) == letters(answer):
         return True

@@ -157,7 +157,8 @@ def stated_anew(text: str, end: int, answer: str) -> str | None:
 
 def in_context(text: str, start: int, end: int, content: str) -> str:
     """Return the content of the box ``text[start:end]`` with what changes its value: the formula around it, as in
-    ``\\boxed{9}\\pi``, or units and amounts behind it ("5 dozen"). In "3 times [box] = 15" it keeps its value."""
+    ``\\boxed{9}\\pi``, or units and amounts behind it ("5 dozen"). In "3 times [box] = 15" the text around the box does
+    not change the content."""
     before, right = text[max(0, start - _BEFORE) : start], text[end : end + _BEFORE]
     left = _PART_END.split(before)[-1]
     changes, stop = _OPERATOR_BEFORE.search(left) or _OPERATOR_BEHIND.match(right), _PART_END.search(right)

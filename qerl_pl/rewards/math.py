@@ -22,7 +22,7 @@ _EQUATION = re.compile(r"[A-Za-z][^=]*[-+*/^][^=]*=|[-+*/^][^=]*[A-Za-z][^=]*=")
 
 @dataclass(frozen=True)
 class NumericAnswer:
-    """Scores 1 if the last marked answer is exactly the known number, else 0. For data such as GSM8K.
+    """Scores 1 if the last marked answer is exactly the known number, else 0. It is meant for data such as GSM8K.
 
     Units, currency signs, thousands separators and notation do not matter (``numbers.parse_number`` lists the forms),
     unless the known answer has a unit or currency: other units of its dimension are then converted to it, an answer
@@ -92,7 +92,8 @@ class NumericAnswer:
 
 @dataclass(eq=False)
 class MathAnswer:
-    """Scores 1 if the answer is mathematically equal to the known answer, else 0. For data such as MATH and AIME.
+    """Scores 1 if the answer is mathematically equal to the known answer, else 0. It is meant for data such as MATH and
+    AIME.
 
     Only the marked answer is compared, and text that a model writes after the end of its turn, such as a further
     question, is not read. With the default marker, the answer is the text in ``<answer>`` tags, else the last box,

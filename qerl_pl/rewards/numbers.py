@@ -16,8 +16,8 @@ SIGNIFICANT = 6  # a decimal with fewer significant digits does not stand for a 
 MAX_EXPONENT = 300  # bounds the memory of numbers such as 1e999999999
 _NUM_KEPT = 4096  # number of answers whose numbers are cached, because groups and rewards ask for the same ones
 
-# Matches a decimal number; the first two alternatives are 12,34,567 and 1.234.567, and the last but one is a number
-# with a decimal comma, as in "3,5".
+# Matches a decimal number. The first two alternatives match numbers such as 12,34,567 and 1.234.567, and the last but
+# one a number with a decimal comma, such as 3,5.
 _DECIMAL = (
     r"\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])|\d{1,3}(?:\.\d{3}){2,}(?!\d|\.\d)|"
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?\.\d+|\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)"

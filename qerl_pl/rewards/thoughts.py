@@ -25,8 +25,9 @@ _BAR = r"[|\uff5c]"
 
 
 def _inside(kind: str, word: str) -> str:
-    """Return a regex for the text between the brackets of a mark. Its group ``kind`` (the kind of brackets) has the
-    word for thinking, ``word``; those named ``kind`` with ``_end`` or ``_end_after`` match only in closing tags."""
+    """Return a regex for the text between the brackets of a mark. ``kind`` names the kind of brackets, and ``word`` is
+    a regex for the word for thinking, which the group KIND matches. The groups KIND_end and KIND_end_after match only
+    in closing tags."""
     return (
         rf"\s{{0,8}}(?:(?P<{kind}_end>/|{_END}{_OF})|{_BEGIN}{_OF})?\s{{0,8}}(?!no_)(?P<{kind}>{word})"
         rf"(?:(?P<{kind}_end_after>[_\u2581]{_END})|[_\u2581]{_BEGIN})?\s{{0,8}}"
