@@ -132,11 +132,11 @@ class TransformersEngine:
     @contextmanager
     def sampled_as(self) -> Iterator[Callable[..., tuple[Tensor, Tensor]]]:
         """Give the trainer's model this engine's adapter and its noise on norm weights within the context. Yields
-        ``Policy.sampled_as`` without its argument ``end_tokens``, to be called there. For each token that a mask
-        selects, it returns its log-probability under the policy and under other ways of sampling, such as another
-        temperature; and its margin (``policy.margins``): vLLM samples the token with the largest sum of logit and
-        Gumbel noise, which is computed again from the requests' seeds, and the margin is how far the token's sum is
-        below the largest."""
+        ``Policy.sampled_as`` without its argument ``end_tokens``, to be called there. This method returns two results
+        for each token that a mask selects: the token's log-probabilities under the policy and under other ways of
+        sampling, such as another temperature; and the token's margin (``policy.margins``). vLLM samples the token with
+        the largest sum of logit and Gumbel noise, which is computed again from the requests' seeds, and the margin is
+        how far the token's sum is below the largest."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             yield partial(policy.sampled_as, end_tokens=self._end_tokens)
@@ -323,8 +323,8 @@ def _fp32_head(policy: Policy) -> Iterator[None]:
 
 
 def _norms(policy: Policy, *, adapter: bool) -> dict[str, nn.Module]:
-    """Return the norms that get noise (AQN), by the names of their weights: of norms that the policy trains, the
-    trained copies if ``adapter``, else the base's modules."""
+    """Return the norms that get noise (AQN), by the names of their weights: for norms that the policy trains, the
+    trained copies if ``adapter`` is True and the base's modules otherwise."""
     modules = policy.norm_modules()
     if not adapter:
         for name in modules:

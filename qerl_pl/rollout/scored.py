@@ -167,7 +167,7 @@ def collate(
 ) -> Experience:
     """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. ``scored``,
     ``advantages`` and ``in_loss``, [B], are as in ``Experience`` and ``ScoredBatch``. Raises ValueError if the
-    arguments have different numbers of rows, or a completion more or fewer tokens than log-probabilities."""
+    arguments have different numbers of rows, or if a completion has more or fewer tokens than log-probabilities."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

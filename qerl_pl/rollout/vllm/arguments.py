@@ -136,7 +136,8 @@ def inductor_settings(kernel: Literal["native", "humming"], *, recurrent: bool) 
 
 
 def accepted_rank(rank: int) -> int:
-    """Return the smallest adapter rank supported by vLLM that is at least ``rank``; ValueError if there is none."""
+    """Return the smallest adapter rank supported by vLLM that is at least ``rank``. Raises ValueError if there is
+    none."""
     from vllm.config.lora import MaxLoRARanks
 
     accepted = sorted(get_args(MaxLoRARanks))

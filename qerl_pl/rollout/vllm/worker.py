@@ -54,7 +54,8 @@ class Slot(NamedTuple):
 
 def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
     """Make vLLM treat the adapter of a LoRA request as loaded, in slots filled with 0, into which ``write_adapter``
-    copies. The LoRA model that is registered has no matrices; ``add_dummy_lora`` would copy pinned zeros."""
+    copies. The LoRA model that is registered has no matrices, whereas vLLM's own ``add_dummy_lora`` would copy zeros
+    from pinned memory."""
     from vllm.lora.lora_model import LoRAModel
 
     manager, index = _manager(worker)._adapter_manager, request.adapter_id
