@@ -106,9 +106,10 @@ def multiply(
 
     Args:
         x: [T, K] or [S, K], inputs of each token or of each row; bf16, or fp32 in Triton's interpreter.
-        weights: NVFP4 weights of all experts, of one or two slices, equally wide; together they have N rows per expert.
-            A slice has codes [E, n, K / 2] uint8, the lower four bits for the even column; block scales [E, n, K / 16]
-            uint8, bits of E4M3 numbers that are not negative; and tensor scales [E] fp32.
+        weights: NVFP4 weights of all experts, for each of one or two slices. All slices have the same number n of
+            outputs, together N per expert. A slice has codes [E, n, K / 2] uint8, the lower four bits for the even
+            column; block scales [E, n, K / 16] uint8, bits of E4M3 numbers that are not negative; and tensor scales [E]
+            fp32.
         rows: the rows of each expert, from ``find_rows``.
         shares: [T, k] fp32, by which the row's outputs are multiplied before they are rounded; None means 1.
         tile: None means ``choose_tile``.

@@ -155,7 +155,8 @@ class NativeExperts(LoRAExpertsMixin, modular.FusedMoEExpertsModular):
 
 def stack_of(linears: Sequence[FrozenLinear]) -> PackedWeight | None:
     """Return the weights of one linear layer of all experts as one stacked weight in the memory of ``linears``, the
-    trainer's layers in the order of the experts; None if they are not in NVFP4, or do not follow each other."""
+    trainer's layers in the order of the experts; None if they are not in NVFP4, or do not follow each other in
+    memory."""
     codes = _stacked([linear.codes for linear in linears])
     scales = _stacked([linear.block_scale for linear in linears])
     if codes is None or scales is None or any(linear.fmt is not NVFP4 for linear in linears):

@@ -106,9 +106,9 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   const char *x_from = (const char *)(x + (size_t)row * K + ((size_t)first * STAGE_K_BLOCKS * 16 + chunk * 8));
   const u32 x_rows = (u32)ROWS * K * 2;
 
-  // Of each stage, a warp multiplies K_BLOCKS k-blocks from group * K_BLOCKS on; each lane copies the weights that it
-  // reads. The addresses are odd multiples of half a k-block from ``weight_from``, so that one instruction computes
-  // each.
+  // In each stage, a warp multiplies the K_BLOCKS k-blocks from number group * K_BLOCKS on, and each lane copies the
+  // weights that it reads. The distances of their addresses from ``weight_from`` are odd multiples of half a k-block,
+  // so that one instruction computes each address.
   const u32 half_k_block = (u32)tiles * 256;
   const size_t k_block = (size_t)first * STAGE_K_BLOCKS + group * K_BLOCKS;
   const char *weight_from = (const char *)(weight + (k_block * tiles + tile) * 32 + lane) - (size_t)3 * half_k_block;
@@ -181,8 +181,8 @@ FUNCTION void nvfp4_decode(const u16 *x, const uint4 *weight, const uint4 *scale
   // wgmma's matrix descriptor of x: address, stride of 1024 bytes between groups of 8 tokens, 128-byte swizzle
   const u32 x_group = memory + group * (K_BLOCKS / 4) * X_TILE_BYTES;
   const u32 x_low = ((x_group & 0x3FFFFu) >> 4) | (1u << 16), x_high = (1024u >> 4) | (1u << 30);
-  // For mma, a lane has the address of a row of one of the four 8 x 8 matrices that hold x of two k-blocks; the address
-  // for the next two of a box differs in one bit.
+  // For mma, a lane has the address of one row of one of the four 8 x 8 matrices that hold x of two k-blocks. Its
+  // address for the next two k-blocks of a box differs in one bit.
   u32 x_row = x_group + (lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4);
   keep(x_row);
   u32 fragments[2][4][4];  // of two k-blocks; one is dequantised while the other is multiplied

@@ -2,14 +2,14 @@
 with N outputs and K inputs.
 
 A checkpoint stores the codes of each output's row contiguously (row order). In tile order, the codes of each tile of 64
-outputs x 16 inputs are contiguous, and in it the 16 bytes that one lane of a warp needs for ``wgmma``: four words, one
-per 16 outputs. With g = lane // 4 and c = lane % 4, the eight codes of a word are (output g, input 2c), (g, 2c + 8), (g
-+ 8, 2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9; ``BITS`` has the positions of their bits.
-Within the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j. A weight in tile order is a
-``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K / 16, N]; in row order, codes
-are uint8. The engine fuses q, k and v, and also gate and up, into one matrix each. Outputs from one multiple of 64 to
-another are contiguous columns of the tensors in tile order, so the trainer's separate layers can be views of the fused
-matrix.
+outputs x 16 inputs are contiguous. Within a tile, the 16 bytes that one lane of a warp needs for ``wgmma`` are
+contiguous: four words, one per 16 outputs. With g = lane // 4 and c = lane % 4, the eight codes of a word are (output
+g, input 2c), (g, 2c + 8), (g + 8, 2c), (g + 8, 2c + 8), then the same outputs at inputs 2c + 1 and 2c + 9; ``BITS`` has
+the positions of their bits. Within the scales of 64 outputs, the scale of output 8 j + g is at position 8 g + j. A
+weight in tile order is a ``PackedWeight`` whose codes are int32 words [K / 16, 2 N] and whose block scales are [K / 16,
+N]; in row order, codes are uint8. The engine fuses q, k and v, and also gate and up, into one matrix each. Outputs from
+one multiple of 64 to another are contiguous columns of the tensors in tile order, so the trainer's separate layers can
+be views of the fused matrix.
 """
 
 from collections.abc import Mapping, Sequence

@@ -96,8 +96,8 @@ def add_lora(y: Tensor, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], ind
     Args:
         y: [T, N], written in place; any row stride.
         x: [T, K] of the same dtype; any row stride.
-        a: one [R, K] for each slice.
-        b: one [n, R] for each slice; together they have N rows.
+        a: the matrices A, one [R, K] for each slice.
+        b: the matrices B, one [n, R] for each slice; together they have N rows.
         indices: [T] or longer, int64: 0 for a token with the adapter, -1 for one without.
     """
     if not len(x):

@@ -144,8 +144,8 @@ def _add_lora_kernel(
         row = tl.program_id(2) * BLOCK_S + tl.reduce(before, 1, tl.standard._sum_combine)
         in_rows = (wanted <= count)[:, None]
         x_rows = x + (row // CHOSEN if PER_TOKEN else row).to(tl.int64) * x_stride
-        # One product per warp, of a part of K each: warps that had the same products would read the same operands, and
-        # a warp waits for each of its products before the next.
+        # Each warp computes a product of its own, over a part of K. Warps that shared the products would all read the
+        # same operands, and a warp waits for the end of each product before it starts the next one.
         split = tl.arange(0, SPLITS)[:, None]
         total = tl.full([SPLITS, BLOCK_T, BLOCK_R], 0.0, tl.float32)
         for start in range(0, K, SPLITS * BLOCK_K):
