@@ -89,9 +89,9 @@ ENGINE = "model.engine.init_args."
 
 
 def savings(run: RunMemory) -> dict[str, list[Any]]:
-    """Return the settings whose change may make a run fit on a GPU, by their keys in the YAML file, those first whose
-    change harms a run least. Each has a list of values that need less memory than the present one, starting with the
-    value closest to the present one; the list is empty if there is no such value."""
+    """Return the settings whose change may make a run fit on a GPU, by their keys in the YAML file. Settings whose
+    change harms a run least come first. Each has a list of values that need less memory than the present one, starting
+    with the value closest to the present one; the list is empty if there is no such value."""
     engine = run.engine or EngineMemory()
     values_of = {
         "model.micro_batch_tokens": _halved(run.micro_batch_tokens, run.longest_row),

@@ -180,7 +180,8 @@ def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int
 
 def usual_micro_batch(shape: ModelShape) -> int:
     """Return the number of tokens, a multiple of ``LARGE_STEP``, of a micro-batch if memory suffices: the smaller the
-    blocks of the model, the more tokens, because the time of launching a block's kernels depends on neither."""
+    blocks of the model, the more tokens, because the time of launching a block's kernels depends neither on the size of
+    the block nor on the number of tokens."""
     if shape.experts.layers:
         return USUAL_MICRO_BATCH
     weights = sum(number * rows * columns for number, block in shape.linears for _, rows, columns in block)

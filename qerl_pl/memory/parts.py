@@ -47,8 +47,8 @@ def adapted(shape: ModelShape, targets: Collection[str]) -> list[tuple[int, list
 
 
 def adapted_values(shape: ModelShape, targets: Collection[str]) -> list[tuple[int, int]]:
-    """Return, for each kind of decoder block, the number of such blocks, and the number of LoRA parameters of one at
-    rank 1: outputs plus inputs of its linear layers in ``targets``."""
+    """Return, for each kind of decoder block, the number of such blocks, and the number of LoRA parameters of one such
+    block at rank 1: outputs plus inputs of its linear layers in ``targets``."""
     kinds = adapted(shape, targets)
     return [(number, sum(rows + columns for _, rows, columns in linears)) for number, linears in kinds]
 

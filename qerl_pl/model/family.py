@@ -222,7 +222,8 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(model_type: object, *, path: object) -> Family:
-    """Return a model family by config.json's ``model_type``; ValueError, naming ``path``: it is not supported."""
+    """Return a model family by config.json's ``model_type``. Raises ValueError, which names ``path``, if the family is
+    not supported."""
     if model_type not in FAMILIES:
         raise ValueError(f"{path} is a {model_type!r} model; expected one of {', '.join(FAMILIES)}")
     return FAMILIES[str(model_type)]

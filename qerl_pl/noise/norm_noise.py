@@ -55,8 +55,8 @@ def noisy_norms(
 
 
 def realized_sigma(clean: Mapping[str, Tensor], noise: NormNoise, *, dtype: torch.dtype) -> float:
-    """Compute the root mean square of the noise that remains in norm weights after rounding to ``dtype``: in bf16, less
-    than sigma if that is below about a quarter of the spacing of bf16 numbers near the weights.
+    """Compute the root mean square of the noise that remains in norm weights after rounding to ``dtype``: in bf16, this
+    is less than sigma if sigma is below about a quarter of the spacing of bf16 numbers near the weights.
     """
     noisy = noisy_norms(clean, noise, dtype=dtype)
     changes = [noisy[name].float() - weight.to(dtype).float() for name, weight in clean.items()]

@@ -99,7 +99,7 @@ def less_penalty(
 
     With the rules "centered" and "leave_one_out", which are linear, the result equals ``group_advantages(rewards -
     penalty)``, which is RLOO's KL in the reward (arXiv 2402.14740). With the other rules, the penalty is not divided by
-    a std. Otherwise, in a group of equal or nearly equal rewards, the noise of the penalty would be scaled to about 1,
+    a std. If it were, the noise of the penalty would be scaled to about 1 in a group of equal or nearly equal rewards,
     however small the penalty's coefficient is.
     """
     return advantages - group_advantages(

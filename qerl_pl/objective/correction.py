@@ -196,8 +196,8 @@ class Mismatch(NamedTuple):
 def mismatch(log_ratio: Tensor) -> Mismatch:
     """Compute, from ``log_ratio`` [N], log(trainer / sampler) in nats at the N sampled tokens of all ranks, estimates
     of KL(sampler || trainer), and the mean, 99th percentile and maximum of |log_ratio| (see ``Mismatch``). The caller
-    has to gather the tokens of all ranks, because percentiles of ranks cannot be averaged. The statistics may also be
-    those of one cause of the difference, such as noise on the sampler's weights."""
+    has to gather the tokens of all ranks, because percentiles of ranks cannot be averaged. ``log_ratio`` may also be
+    the part of the difference that has one cause, such as noise on the sampler's weights."""
     values = log_ratio.detach().double()
     if len(values) == 0:
         nan = values.new_tensor(math.nan)

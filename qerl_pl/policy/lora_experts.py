@@ -46,7 +46,8 @@ def of_experts(name: str) -> bool:
 
 def stacked(a: Tensor, b: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """View the LoRA matrices of E experts (``number``) in PEFT's shapes, A [E r, K] and B [N, r E], as A [E, r, K] and
-    B [E, N, r]. PEFT orders the rows of A by expert, then by rank index, and the columns of B the other way around."""
+    B [E, N, r]. PEFT orders the rows of A by expert, then by rank index, and the columns of B by rank index, then by
+    expert."""
     return a.view(number, -1, a.shape[1]), b.view(len(b), -1, number).permute(2, 0, 1)
 
 

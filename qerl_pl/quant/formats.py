@@ -135,7 +135,7 @@ def row_chunks(matrix: Tensor) -> Iterator[slice]:
 
 
 # Devices and dtypes below are given explicitly, because results are cached, and torch's default device may be meta and
-# its default dtype bf16, as while vLLM loads a model.
+# its default dtype bf16, for example while vLLM loads a model.
 
 
 @cache

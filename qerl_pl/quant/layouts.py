@@ -105,8 +105,8 @@ def packed_weight(tensors: Mapping[str, Tensor], name: str, layout: Layout, shap
 
 def check_table(layout: Layout, checkpoint: Checkpoint, name: str) -> None:
     """Check a tensor by which a checkpoint says which numbers its 4-bit codes stand for, as checkpoints by bitsandbytes
-    do: ValueError if these are not the numbers of the format ``layout.fmt``, because weights would be dequantised
-    wrongly. If the tensor ``name`` is no such tensor, nothing is done."""
+    do. Raises ValueError if these are not the numbers of the format ``layout.fmt``, because weights would be
+    dequantised wrongly. If the tensor ``name`` is no such tensor, nothing is done."""
     if layout.table is None or not name.endswith(layout.table):
         return
     values = checkpoint.read(name).float().flatten()

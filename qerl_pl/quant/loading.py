@@ -149,8 +149,8 @@ def tied_weights(model: PreTrainedModel) -> Mapping[str, str]:
 
 def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, *, packed: Collection[str] = ()) -> None:
     """Check, without reading data, that a checkpoint has a floating-point tensor of the right shape for every parameter
-    of ``model``; ValueError if not. The weights of the linear layers named in ``packed`` are not checked, because they
-    are stored as 4-bit codes and scales."""
+    of ``model``, and raise ValueError if not. The weights of the linear layers named in ``packed`` are not checked,
+    because they are stored as 4-bit codes and scales."""
     tied = tied_weights(model)
     stored_packed = {f"{name}.weight" for name in packed}
     stored = {*checkpoint.names(), *stored_packed}

@@ -109,7 +109,7 @@ def _midpoints(device: torch.device) -> Tensor:
     # torch.bucketize counts the boundaries below a value, so a value on a boundary gets the lower code. Every second
     # boundary is therefore moved just below the midpoint of two values, so that a tie there gets the upper code, which
     # is even.
-    # torch's default device may be meta, and its default dtype bf16
+    # Device and dtype are given explicitly, because torch's default device may be meta and its default dtype bf16.
     values = torch.tensor(E2M1, dtype=torch.float32, device="cpu")
     middle = (values[1:] + values[:-1]) / 2
     middle[1::2] = torch.nextafter(middle[1::2], values[:1])

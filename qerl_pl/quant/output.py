@@ -58,8 +58,8 @@ class OutputFolder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error, remove ``OUTPUT.partial`` if a later run could not continue from it."""
-        # A later run cannot continue without a finished file, or if the model was refused (ValueError), as it would be
-        # again.
+        # A later run cannot continue if no file is finished, or if the model was refused (ValueError): it would be
+        # refused again.
         if kind is not None and (not self.done or issubclass(kind, ValueError)):
             shutil.rmtree(self.partial, ignore_errors=True)
 
