@@ -28,10 +28,10 @@ def score_words(scores: Tensor) -> str:
 
 def signal_words(with_signal: int, groups: int, *, rows: int, unscored: int, cut_off: int) -> str:
     """Return the rest of a line that begins with "signal: ": how many groups (the completions of one prompt) had a
-    signal, that is, a completion with an advantage other than 0, and if none had, why. ``groups`` is the number of
-    groups, ``with_signal`` of those with a signal, and ``rows`` that of all completions, of which ``unscored`` could
-    not be scored by a reward whose weight is not 0, and ``cut_off`` others were left out of the loss because they ended
-    at max_tokens."""
+    signal, that is, a completion with an advantage other than 0, and if none had, why. ``groups`` is the number of all
+    groups, and ``with_signal`` the number of those with a signal. Of all completions, of which there are ``rows``,
+    ``unscored`` could not be scored by a reward whose weight is not 0, and ``cut_off`` others were left out of the loss
+    because they ended at max_tokens."""
     if with_signal:
         return f"{with_signal} of {groups} groups had one: their completions earned different rewards"
     left_out = [f"{unscored} could not be scored"] if unscored else []

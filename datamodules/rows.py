@@ -60,7 +60,8 @@ class Row(NamedTuple):
         return True
 
     def text(self, column: str) -> str:
-        """Return the value of a column as text; ValueError if it is missing, empty or neither text nor number."""
+        """Return the value of a column as text. Raises ValueError if it is missing, empty or neither text nor
+        number."""
         return self._filled(self.value(column), column)
 
     def answer(self, column: str) -> str:

@@ -40,7 +40,7 @@ class Table:
         between: maps a column to the lowest and the highest number that training rows may have there, e.g.
             ``{llama8b_solve_rate: [0.1, 0.9]}``. A row with null is left out.
         bad_rows: what happens to a row that cannot be used, e.g. with an empty answer: "refuse" ends the run, "drop"
-            leaves it out; the log then says how many rows were dropped, and why the first one.
+            leaves it out; the log then says how many rows were dropped, and why the first of them was.
 
     Raises:
         ValueError: a share is not in (0, 1), both or none of validation_path and validation_share are given, a marker

@@ -235,8 +235,9 @@ class QeRLModule(LightningModule):
         assert isinstance(scheduler, LambdaLR)
         restore_settings(optimizer.optimizer, scheduler, self._optimizer_settings, self._settings_before)
         if self.trainer.global_step == 0:
-            # After loading a checkpoint, Lightning counts the step at whose end it was written, but the checkpoint of
-            # the validation before the first step has no such step; all scalars would be logged one step too late.
+            # After Lightning has loaded a checkpoint, it counts the step at whose end the checkpoint was written. A
+            # checkpoint of the validation before the first step was not written at the end of a step, so without this
+            # line all scalars would be logged one step too late.
             self.trainer.fit_loop.epoch_loop.restarting = False
 
     def teardown(self, stage: str) -> None:

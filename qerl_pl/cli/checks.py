@@ -86,9 +86,10 @@ def usable_callbacks(callbacks: Any, *, always: Collection[str]) -> list[Namespa
 
 def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str]) -> None:
     """Raise ValueError if a callback watches a value that no run logs (its setting ``monitor``), or if EarlyStopping
-    needs a value of rollouts at the validation before the first one, which Lightning finds only after this validation.
-    ``of_validation`` are the names, without "val/", of the values that a validation logs. If there are callbacks of
-    other packages than Lightning and this project, which may log further values, unknown names are accepted."""
+    watches a value that only rollouts log and a validation comes before the first rollout; Lightning would report this
+    error only after that validation. ``of_validation`` are the names, without "val/", of the values that a validation
+    logs. If there are callbacks of other packages than Lightning and this project, which may log further values,
+    unknown names are accepted."""
     names = [f"val/{name}" for name in of_validation]
     callbacks = list(callbacks)
     validates_first = any(str(callback.class_path) == VALIDATES_FIRST for callback in callbacks)

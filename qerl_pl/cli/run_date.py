@@ -15,8 +15,8 @@ from qerl_pl.model.tokenizer import read_tokenizer, reads_clock
 def run_date(config: Namespace, *, fits: bool) -> str | None:
     """Return the date, in ISO form, that a command passes to the chat template; None if the template writes no date, or
     cannot be read (a later check reports that). It is the first of: ``data.date``; the date in the checkpoint that the
-    command loads; that in the run's config.yaml (of a run killed before its first checkpoint); and today's. ``fit``
-    from no checkpoint begins a new run, and takes the setting or today's."""
+    command loads; that in the run's config.yaml (of a run killed before its first checkpoint); and today's. A ``fit``
+    that loads no checkpoint begins a new run, and uses ``data.date`` or today's date."""
     if config.data.date is not None:
         return str(config.data.date)
     try:

@@ -40,14 +40,14 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
 
 
 def searched(path: str | Path) -> str:
-    """Return a path that does not exist as text for an error message; a relative one is followed by the folder in which
-    it was searched for, the working directory."""
+    """Return the text by which an error message names a path that was not found. After a relative path, the text has
+    the folder in which it was searched for, the working directory."""
     return str(path) if Path(path).expanduser().is_absolute() else f"{path} (searched in {Path.cwd()})"
 
 
 def check_readable(path: Path) -> None:
-    """Raise OSError if a file cannot be opened. It is called before safetensors opens a file, because safetensors says
-    of one that this user may not read that it does not exist."""
+    """Raise OSError if a file cannot be opened. It is called before safetensors opens a file, because safetensors would
+    say that a file does not exist if this user may not read it."""
     path.open("rb").close()
 
 

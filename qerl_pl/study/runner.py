@@ -45,7 +45,8 @@ class Slot:
 def slots_for(study: Study, jobs: int | None = None) -> list[Slot]:
     """Create the slots of this machine. Each GPU (or the machine, if it has none) gets ``jobs`` slots or, if that is
     None, ``study.jobs``. If both are None, the number is as large as CPU cores and, on GPUs, memory allow
-    (``study.gpu_memory`` GiB per run), but one per GPU if that is None too. Consecutive slots are on different GPUs."""
+    (``study.gpu_memory`` GiB per run), but one per GPU if ``study.gpu_memory`` is None too. Consecutive slots are on
+    different GPUs."""
     import torch  # imported here, because `study --analyse` needs none
 
     jobs, cores = jobs or study.jobs, len(os.sched_getaffinity(0))

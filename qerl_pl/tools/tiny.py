@@ -190,9 +190,10 @@ def reproduces(
 
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
-    """Measure a policy's ``accuracy`` and ``skill`` on held-out problems with greedy decoding: the share of solutions
-    without a mistake, and of those without other mistakes than the kind that the program makes. A solution in another
-    format than the program's counts as wrong in both, so both are lower bounds."""
+    """Measure a policy's ``accuracy`` and ``skill`` on held-out problems with greedy decoding. The accuracy is the
+    share of solutions without a mistake, the skill the share of solutions without mistakes other than those of the kind
+    that the program makes. A solution in another format than the program's counts as wrong in both, so both are lower
+    bounds."""
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # in the first, no step is careless
     texts = [

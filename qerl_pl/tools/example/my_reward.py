@@ -6,7 +6,7 @@ import re
 def accuracy(prompts, completions):
     """Score 1 if the last number of a completion is the answer of its problem, and 0 otherwise.
 
-    A prompt has text, answer and row (all columns of its problem), a completion text and finished.
+    A prompt has the attributes text, answer and row (all columns of its problem); a completion has text and finished.
     """
     scores = []
     for prompt, completion in zip(prompts, completions, strict=True):

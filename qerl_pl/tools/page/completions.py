@@ -20,8 +20,8 @@ LARGEST = 32.0  # nats; numbers per token are clipped to +- this value
 
 def files_of_run(run: Path, curves: Mapping[str, Curve]) -> list[Path]:
     """List a run's files of completions, one per rollout or evaluation, in the order of their names. ``curves`` are the
-    run's logged scalars. Files of later rollouts than these, and of validations after them, are left out: a start wrote
-    them that was given up, and a later start went on from an older checkpoint and has not come as far yet."""
+    run's logged scalars. Files of later rollouts than these, and of validations after them, are left out: an earlier
+    start of the run wrote them, and a later start continued from an older checkpoint and has not come as far yet."""
     files = sorted(run.glob("completions/*.jsonl"))
     logged = max((curve.steps[-1] for tag, curve in curves.items() if tag.startswith("train/")), default=None)
     if logged is None:
