@@ -63,7 +63,7 @@ class RolloutEvidence(Callback):
     In every rollout, all completions are tested as well. The run stops
 
     - if completions of the same prompt, in this and earlier rollouts, are equal more often than independent draws would
-      be, as with a seed that does not change, or less often (``evidence/copies``);
+      be, for example because a seed does not change, or less often (``evidence/copies``);
     - if the engine selects completions by length or reward (``evidence/branches``): where a completion begins like
       earlier ones of its group, its next token is that of a short, long, good or bad completion more often than its
       log-probabilities say. Rewards that depend on other completions of the batch, such as a majority vote, are left

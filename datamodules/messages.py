@@ -53,8 +53,8 @@ def read_messages(value: Sequence[object], where: str) -> tuple[Message, ...]:
 
 def chat_of_value(value: object, where: str) -> list[object] | None:
     """Return the list of messages that a value of a data set contains: the value is a list, one message, or the JSON
-    text of either. None if it is something else, such as a plain question. Raises ValueError if a text begins like a
-    list of messages but is not valid JSON."""
+    text of either. Returns None if it is something else, such as a plain question. Raises ValueError if a text begins
+    like a list of messages but is not valid JSON."""
     if isinstance(value, list):
         return value
     if isinstance(value, Mapping) and value.keys() >= {"role", "content"}:

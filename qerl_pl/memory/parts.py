@@ -141,7 +141,7 @@ def block_kept_selectively(shape: ModelShape, run: RunMemory, tokens: int) -> in
     operations are recomputed.
 
     In the compute dtype: the block's input; the rotated queries and keys, the values and the output of attention; and
-    the outputs of linear layers with adapters, but for the last one, which backward does not need, and those that share
+    the outputs of linear layers with adapters, except the last one, which backward does not need, and those that share
     memory with attention's inputs: the values, and queries and keys if they are rotated in place. In fp32: the
     attention's log-sum-exp. With LoRA dropout, the outputs of layers with adapters are recomputed too.
     """

@@ -26,8 +26,8 @@ from torch import Tensor
 Aggregation = Literal["token", "sequence", "constant"]
 KLKind = Literal["k1", "k2", "k3"]
 
-# Log-ratios are clamped to +- this value in nats, because exp of larger ones overflows in fp32. The gradient of such
-# tokens is clipped or mere noise anyway.
+# Log-ratios are clamped to +- this value in nats, because exp of larger ones overflows in fp32. Little is lost by this,
+# because the gradient of such tokens is either clipped or consists of noise.
 MAX_LOG_RATIO = 20.0
 
 

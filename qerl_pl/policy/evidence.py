@@ -56,13 +56,13 @@ def alternative_logprobs(logits: Tensor, targets: Tensor, ends: Tensor) -> Tenso
     - q^b normalised, that is, q at another temperature, for each b of ``POWERS``;
     - q with top_p = m for each m of ``NUCLEI``, and with top_k = k for each k of ``TOPS``, each mixed with a share
       ``OUTSIDE`` of q itself;
-    - q with the odds of the end tokens multiplied by o, for each o of ``END_ODDS``, as by an engine that ends
+    - q with the odds of the end tokens multiplied by o, for each o of ``END_ODDS``, which describes an engine that ends
       completions too early or too late, or selects them by their length;
     - q mixed with a share ``RANDOM`` of the uniform distribution over all tokens.
 
     ``logits`` are [R, V] fp32 or fp64, already divided by the sampling temperature, ``targets`` [R] int64 the sampled
-    tokens, and ``ends`` [E] int64 the end tokens, maybe none. Returns [R, 1 + K] in nats, in the dtype of the logits;
-    column 0 is for q.
+    tokens, and ``ends`` [E] int64 the end tokens, of which there may be none. Returns [R, 1 + K] in nats, in the dtype
+    of the logits; column 0 is for q.
     """
     log_q = logits.log_softmax(dim=1)
     q, log_q_target = log_q.exp(), log_q.gather(1, targets.unsqueeze(1))  # [R, V], [R, 1]

@@ -33,9 +33,9 @@ class Kept:
         self._results.append(result.detach().requires_grad_(result.requires_grad))
 
     def take(self) -> Tensor:
-        """Remove and return the next result, in the order in which ``put`` stored them in the forward pass, as a tensor
-        without autograd history. Raises RuntimeError if none is left, because backward runs a second time over the same
-        graph."""
+        """Remove the next of the results that ``put`` stored in the forward pass, in the order in which it stored them,
+        and return it as a tensor without autograd history. Raises RuntimeError if none is left, because backward runs a
+        second time over the same graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"

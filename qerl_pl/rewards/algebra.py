@@ -159,7 +159,8 @@ def _provably_different(known: object, given: object) -> bool:
 
 def _is_rounded(decimal: Fraction, value: object) -> bool:
     """Tell whether the number ``decimal`` equals the sympy expression ``value``, a real number, rounded or truncated as
-    ``numbers.is_decimal_of`` allows. False if ``value`` is not a real number, or is too expensive to compute."""
+    ``numbers.is_decimal_of`` allows. Returns False if ``value`` is not a real number, or is too expensive to
+    compute."""
     if not (isinstance(value, Expr) and value.is_number and value.is_real) or value.has(ExprWithLimits):
         return False
     places, size = decimal_places(decimal), _magnitude(value)
@@ -171,7 +172,7 @@ def _is_rounded(decimal: Fraction, value: object) -> bool:
 
 def is_rounded(exact: str, decimal: str) -> bool:
     """Tell whether the number ``decimal`` is the expression ``exact`` rounded or truncated at the decimal's last digit.
-    True if ``exact`` contains variables, because it then has no value to compare with."""
+    Returns True if ``exact`` contains variables, because it then has no value to compare with."""
     value, near = _parse(exact), _parse(decimal)
     if not isinstance(value, Expr) or not isinstance(near, Expr):
         return False

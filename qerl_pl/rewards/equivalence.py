@@ -363,8 +363,8 @@ def _value_of(gold: str) -> str:
 
 def _renamed(names: list[str], given: re.Match[str]) -> bool:
     """Tell whether the left sides of two answers, ``names``, may denote the same quantity: y may stand for f(x), but c
-    may not stand for ``\\sin(x)``, because a LaTeX command already has a meaning. False if ``given``, the completion's
-    answer, only says that a name equals itself, as in ``y = y``."""
+    may not stand for ``\\sin(x)``, because a LaTeX command already has a meaning. Returns False if ``given``, the
+    completion's answer, only says that a name equals itself, as in ``y = y``."""
     functions = [name for name in names if "(" in name]
     says_nothing = letters(given["value"]).lower() == names[1]
     return len(functions) == 1 and not functions[0].startswith("\\") and not says_nothing
@@ -416,7 +416,7 @@ def _same_factors(gold: str, answer: str) -> bool:
 
 def _is_text(text: str) -> bool:
     """Tell whether a text has a word, and not only products of one-letter variables: four letters in a row count as a
-    word and, in a text without digits and symbols, three. True for "cat", False for "ab" and "2ab"."""
+    word and, in a text without digits and symbols, three. Returns True for "cat", False for "ab" and "2ab"."""
     least = 3 if _WORDS.match(text) else 4
     return re.search(rf"(?<![\\A-Za-z{{])[A-Za-z]{{{least},}}", text) is not None
 

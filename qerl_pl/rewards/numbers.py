@@ -113,9 +113,9 @@ class Number(NamedTuple):
 
 
 def is_decimal_of(decimal: Fraction, value: Fraction) -> bool:
-    """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit. False if ``value`` has
-    finitely many decimals, because an answer must then give them all, or if ``decimal`` has fewer than ``SIGNIFICANT``
-    significant digits: 0.333333 stands for 1/3, but 0.33 does not."""
+    """Tell whether ``decimal`` is ``value`` rounded or truncated at the decimal's last digit. Returns False if
+    ``value`` has finitely many decimals, because an answer must then give them all, or if ``decimal`` has fewer than
+    ``SIGNIFICANT`` significant digits: 0.333333 stands for 1/3, but 0.33 does not."""
     places = decimal_places(decimal)
     if not places or decimal_places(value) is not None:
         return False
@@ -178,8 +178,8 @@ def leading_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """Read the last number of a text, from the last line that has a number and is no remark ("Check: ..."). None if
-    there is no number, or if words such as "at least" or a sign such as "<" make the number a bound. Numbers in
+    """Read the last number of a text, from the last line that has a number and is no remark ("Check: ..."). Returns
+    None if there is no number, or if words such as "at least" or a sign such as "<" make the number a bound. Numbers in
     parentheses count only if the line has no others, and a number in bold is preferred to others of its line."""
     lines = text.splitlines()
     for line in reversed([line for line in lines if not _REMARK.match(line)] or lines):

@@ -45,7 +45,7 @@ class Quantity(NamedTuple):
 
 def quantity(text: str) -> Quantity | None:
     """Read ``6\\text{ cm}`` or ``$5`` as a value with a unit of the table; ``2 hours 30 minutes`` is a value in hours,
-    the first of its units. None for any other text, such as a list of quantities."""
+    the first of its units. Returns None for any other text, such as a list of quantities."""
     if re.search(r"\bper\s?cent\b", text):
         return None
     text = unwrap(text)

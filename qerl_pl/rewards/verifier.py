@@ -168,8 +168,8 @@ class _Worker:
             self.stdin.flush()
 
     def receive(self) -> Verdict | None:
-        """Read from the worker process and return its verdict. None if there is none yet or, if ``failure`` is then
-        set, the process exceeded its time limit or died."""
+        """Read from the worker process and return its verdict. Returns None if there is none yet or, if ``failure`` is
+        then set, the process exceeded its time limit or died."""
         late = Verdict(None, f"took more than {self.limit:g} s", "hang")
         if not wait([self.stdout.fileno()], 0):
             self.stop()

@@ -220,8 +220,8 @@ class RolloutEngine(Protocol):
         ...
 
     def free_cache(self) -> bool:
-        """Free the KV cache of an engine that sleeps, if the memory plan has let it stay allocated, and from now on in
-        every ``sleep``. The trainer calls it when a pass has run out of memory. Returns whether memory was freed."""
+        """Free the KV cache of a sleeping engine, if the memory plan has let it stay allocated, and make every later
+        ``sleep`` free it. The trainer calls it when a pass has run out of memory. Returns whether memory was freed."""
         ...
 
     def wake(self) -> None:

@@ -65,8 +65,9 @@ def gap_of(engine: Tensor, trainer: Tensor, rounding: Tensor, change: float = ma
     errors, in nats. ``change`` is the mean absolute change of the trainer's log-probabilities by the probe adapter
     (``probe.py``), if there is one."""
     difference, usual = (engine - trainer).abs(), rounding.mean()
-    # At some tokens the trainer's rounding error is tiny, by chance or because the token is nearly certain, but the
-    # engine's error is not. A tenth of the mean rounding error is added, so that the ratio stays small there.
+    # At some tokens the trainer's rounding error, by which the difference is divided, is tiny by chance or because the
+    # token is nearly certain, but the engine's error is not. A tenth of the mean rounding error is added, so that the
+    # quotient stays small at these tokens.
     multiples = difference / (rounding + 0.1 * usual).clamp(min=1e-12)
     return Gap(difference.mean().item(), usual.item(), multiples.clamp(max=MOST).mean().item(), change)
 

@@ -40,12 +40,12 @@ ADVICE = (
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> Gaps:
     """Compare the log-probabilities of the trainer with those of ``other``, such as the sampler, over the tokens of all
-    ranks. Returns the mean absolute difference ("gap"), the same mean for single completions, of which one in 32
-    reaches the returned value ("high_gap"), the mean difference of logits, as estimated from the log-probabilities
-    ("logit_gap"), the share of tokens whose probabilities differ by a factor above 8 ("far_share"), and the number of
-    different values that the trainer's log-probabilities have ("different"): tokens of equal completions count once,
-    and so do tokens with probability 1. The arguments are for this rank's N tokens: log-probabilities in nats, [N]
-    fp64, and the index of each token's completion, [N] int64. Every rank must call this function."""
+    ranks. Returns the mean absolute difference ("gap"), the value that this mean reaches or exceeds in one of 32 single
+    completions ("high_gap"), the mean difference of logits, as estimated from the log-probabilities ("logit_gap"), the
+    share of tokens whose probabilities differ by a factor above 8 ("far_share"), and the number of different values
+    that the trainer's log-probabilities have ("different"): tokens of equal completions count once, and so do tokens
+    with probability 1. The arguments are for this rank's N tokens: log-probabilities in nats, [N] fp64, and the index
+    of each token's completion, [N] int64. Every rank must call this function."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())

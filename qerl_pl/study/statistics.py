@@ -113,7 +113,8 @@ def power(size: float, pairs: int, comparisons: int = 1) -> float:
 def smallest_size(pairs: int, comparisons: int = 1) -> float:
     """Compute the smallest true difference between two configurations that the sign-flip test finds significant with a
     probability of 80 % after Holm's adjustment for ``comparisons`` comparisons. The unit is the standard deviation of
-    the differences over pairs of runs with equal seeds. NaN if there are too few pairs for any significant result."""
+    the differences over pairs of runs with equal seeds. Returns NaN if there are too few pairs for any significant
+    result."""
     if pairs < pairs_to_accept(comparisons):
         return math.nan
     root = optimize.bisect(lambda size: power(size, pairs, comparisons) - POWER, 0.0, 100.0, xtol=1e-3)
@@ -123,8 +124,8 @@ def smallest_size(pairs: int, comparisons: int = 1) -> float:
 def seeds_needed(difference: float, spread: float, comparisons: int = 1) -> int | None:
     """Compute the number of seeds (with each of which both compared configurations are run) with which the sign-flip
     test finds a true ``difference`` significant with a probability of 80 % after Holm's adjustment for ``comparisons``
-    comparisons. ``spread`` is the standard deviation of the difference over seeds. None if the difference is 0, or the
-    number is above 10 000."""
+    comparisons. ``spread`` is the standard deviation of the difference over seeds. Returns None if the difference is 0,
+    or the number is above 10 000."""
     if difference == 0:
         return None
     least = pairs_to_accept(comparisons)

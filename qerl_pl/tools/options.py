@@ -40,7 +40,8 @@ def output_file(text: str | Path) -> Path:
 
 def output_folder(text: str) -> Path:
     """Check that a path is a folder or that one can be made there, and return it; a type for argparse. Raises
-    ArgumentTypeError if it is empty (as from an unset shell variable), or it or one of its parents is a file."""
+    ArgumentTypeError if it is empty (for example because a shell variable is not set), or it or one of its parents is a
+    file."""
     path = Path(text)
     if not text.strip():
         raise ArgumentTypeError("the path is empty; expected a folder, such as . for the current one")

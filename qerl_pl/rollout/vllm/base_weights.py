@@ -140,7 +140,8 @@ def check_rows(
     - the first row of each linear layer that vLLM holds dequantised;
     - all rows of experts that vLLM holds dequantised, and of routers;
     - a checksum of all weights of layers of which there is one copy (vLLM's layer has the attribute ``adopted``);
-    - checksums of experts whose 4-bit weights vLLM has rearranged, as of the end of loading (``note_experts``).
+    - checksums of experts whose 4-bit weights vLLM has rearranged, in comparison with those at the end of loading
+      (``note_experts``).
 
     Other rearranged layers are left out. Raises CheckFailed if a weight differs, or has changed since loading.
     """

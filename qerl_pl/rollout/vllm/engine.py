@@ -305,7 +305,8 @@ class VLLMEngine:
         self._asleep = True
 
     def free_cache(self) -> bool:
-        """Free the KV cache if ``sleep`` has kept it, and from now on in every ``sleep``; return whether it did."""
+        """Free the KV cache if ``sleep`` has kept it, and make every later ``sleep`` free it. Returns whether it was
+        freed."""
         if not self._asleep or self._freed or self._planned is None:
             return False
         self._planned = replace(self._planned, keeps_cache=False)

@@ -2,7 +2,8 @@
 memory.
 
 vLLM has one such pool per process, and refuses to start an engine while any byte of it is in use. Modules, compiled
-graphs or caches may still refer to tensors of an engine that has ended, whose memory is freed here all the same.
+graphs or caches may still refer to tensors of an engine that has ended; the memory of these tensors is freed here
+nevertheless.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class RolloutScheduler(AsyncScheduler):
     def take_routes(self) -> dict[str, Tensor]:
         """Return the experts that computed the tokens of each request that has ended since the last call, by the
         caller's ids, and forget them: [T, L, k] int16 for T tokens of prompt and completion without the last, L layers
-        with experts and k experts per token. Empty if ``recorder`` is None."""
+        with experts and k experts per token. The result is empty if ``recorder`` is None."""
         if self._routes and torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the copies to the host
         return _taken(self._routes)
