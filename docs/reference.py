@@ -189,7 +189,8 @@ def _is_engine(value: Any) -> bool:
 
 
 def _is_source(value: Any) -> bool:
-    return _members(PromptSource) <= set(dir(value)) or inspect.get_annotations(value).get("return") == "Table"
+    made = inspect.get_annotations(value).get("return")  # of a function that makes a source
+    return any(_members(PromptSource) <= set(dir(each)) for each in (value, made))
 
 
 def _is_reward(value: Any) -> bool:
