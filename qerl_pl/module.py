@@ -358,7 +358,8 @@ class QeRLModule(LightningModule):
     @property
     def _rollout_identity(self) -> dict[str, Any]:
         # The number of optimizer steps per rollout must stay the same when a run is resumed, because the rollout index
-        # is computed from the number of optimizer steps. The base's digest does not cover all files with end tokens.
+        # is computed from the number of optimizer steps. End tokens must stay the same too; the digest of the base does
+        # not cover all files from which they are read.
         return {"updates_per_rollout": self.settings.steps_per_rollout, "end_tokens": self._end_tokens}
 
     @cached_property

@@ -72,9 +72,10 @@ def replaceable(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file atomically, and create its folder. The caller writes to the context's value, a path in the same
-    folder, which is renamed to ``path`` when its bytes are on the disk, and removed after an error. So a full disk, a
-    killed process or a power failure leaves the old file unchanged. Raises OSError if ``path`` is no regular file."""
+    """Replace a file atomically, and create its folder. The context yields a path in the same folder, to which the
+    caller writes. This file is renamed to ``path`` when its bytes are on the disk, and removed after an error. So a
+    full disk, a killed process or a power failure leaves the old file unchanged. Raises OSError if ``path`` is no
+    regular file."""
     target = replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")

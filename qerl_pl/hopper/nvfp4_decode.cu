@@ -2,11 +2,11 @@
 //
 // Names: a k-block is 16 inputs; a fragment is the weights of 16 outputs of a k-block; a tile is 64 outputs. A thread
 // block computes 256 outputs: each of the four warps of a warpgroup has one tile, and the warpgroups have different
-// k-blocks. Fragments are multiplied from registers: 8 tokens by mma, which takes the fragment of one warp and which
-// warps run independently; more tokens by wgmma, which is faster for them. The j-th wgmma takes the j-th fragment of
-// each warp's tile, and the tokens from shared memory. The thread blocks that compute the same 256 outputs over
-// different parts of the inputs form a cluster, which adds up its sums in shared memory. If W is the fused gate and up
-// of an MLP and y = silu(gate) * up, half of a thread block's outputs are of gate, and the others the same ones of up.
+// k-blocks. Fragments are multiplied from registers: for 8 tokens by mma, which each warp executes on its own with its
+// own fragments, and for more tokens by wgmma, which is faster then. The j-th wgmma takes the j-th fragment of each
+// warp's tile, and the tokens from shared memory. The thread blocks that compute the same 256 outputs over different
+// parts of the inputs form a cluster, which adds up its sums in shared memory. If W is the fused gate and up of an MLP
+// and y = silu(gate) * up, half of a thread block's outputs are of gate, and the others the same ones of up.
 
 struct Next {  // the start of the weight that the next GEMM reads
   const char *weight;  // null to fetch nothing

@@ -2,8 +2,9 @@
 plain PyTorch.
 
 Each thread converts one 32-bit word of codes, which is eight weights: a warp reads 128 bytes of codes, and each of its
-threads writes 16 bytes of a 16-bit dtype, coalesced. torch's caching allocator gives the next layer the same memory,
-which, unlike a static buffer, is safe with several streams, threads and recomputation.
+threads writes 16 bytes of a 16-bit dtype, coalesced. Each call allocates memory for its result. torch's caching
+allocator gives the next layer the memory of the previous one, which, unlike a static buffer, is safe with several
+streams, threads and recomputation.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false

@@ -120,8 +120,7 @@ def next_strength(strength: float, change: float, gap: float) -> float:
     ``change`` is the mean difference of logits (``jumps.logit_gap``) between the two moved policies at the current
     ``strength``, and ``gap`` that between engine and trainer. The change has to be much larger than the gap, whose
     rounding errors would hide it, but small enough to be proportional to the strength. So the result, from 1 to
-    ``STRONGEST``, is the strength at which the change would be ``LARGER`` times the gap or, if that is less,
-    ``LINEAR``.
+    ``STRONGEST``, is the strength at which the change would be the smaller of ``LARGER`` times the gap and ``LINEAR``.
     """
     return min(max(1.0, strength * min(LARGER * gap, LINEAR) / max(change, 1e-12)), STRONGEST)
 

@@ -380,7 +380,8 @@ def make_policy(
             ``start`` names the folder of an adapter to begin with.
         seed: seed of the adapter's initial values; torch's global random state is not changed.
         gradient_checkpointing: what backward recomputes, see ``policy.recompute``; "auto" begins without recomputation.
-        fused_elementwise: norms, rotary embeddings and SwiGLU by liger-kernel; "auto": on a GPU, if it is installed.
+        fused_elementwise: whether liger-kernel computes norms, rotary embeddings and SwiGLU; "auto": yes on a GPU, if
+            it is installed.
 
     Raises:
         ValueError: a setting does not fit the base, another setting or this machine.

@@ -178,9 +178,9 @@ def score_rewards(
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
     """Score a batch of B rows with every reward; returns each row's weighted sum, and each reward's scores with
-    reasons. ``seed`` seeds the global random streams while a reward runs, together with the reward's name. Rewards may
-    read ``progress``, the optimizer steps of the run so far and in all. Raises RewardError if a reward failed, took too
-    long, or did not return one score per row; or a weighted sum is not finite."""
+    reasons. While a reward runs, the global random streams have a seed that is derived from ``seed`` and the reward's
+    name. Rewards may read ``progress``, the optimizer steps of the run so far and in all. Raises RewardError if a
+    reward failed, took too long, or did not return one score per row, or if a weighted sum is not finite."""
     _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(

@@ -56,8 +56,8 @@ class FileTokens:
 
 
 def write_tokens(path: Path, rows: Sequence[RowTokens], pieces: dict[int, str]) -> None:
-    """Write values of each token of completions to a .safetensors file, atomically: ten bytes per token, and two more
-    with a teacher. ``pieces`` has the text of each token that occurs, by token id."""
+    """Write the values of ``RowTokens`` for several completions to a .safetensors file, atomically. They take ten bytes
+    per token, and two more with a teacher. ``pieces`` has the text of each token that occurs, by token id."""
     bounds = [0]
     for row in rows:
         bounds.append(bounds[-1] + len(row.ids))
