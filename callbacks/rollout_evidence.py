@@ -71,7 +71,7 @@ class RolloutEvidence(Callback):
     - if the length or mean log-probability of a completion depends on its position in the group (``evidence/order``),
       as when the engine sorts or selects completions, or samples some with another policy;
     - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
-      the sampler's by the limits above; the checkpoint of the RL iteration before is kept. The gaps of all rows are
+      the sampler's by the limits above; the checkpoint of the previous RL iteration is kept. The gaps of all rows are
       only logged with ``lora.dropout`` and in rollouts with noise, without which the update computes.
 
     There is a warning if the completions' length or its spread, the share of finished completions, the reward or the

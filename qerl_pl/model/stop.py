@@ -58,7 +58,7 @@ class StopStrings(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: object, **_: Any) -> Any:
         """Return for each of B rows whether its completion so far contains a stop string, [B] bool. transformers calls
         this after each sampled token. ``input_ids`` [B, S] int64 has prompt and completion of each row, one token more
-        than in the call before."""
+        than in the previous call."""
         self._num_tokens += 1
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if self.lengths[row] is not None:
