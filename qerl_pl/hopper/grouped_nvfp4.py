@@ -265,9 +265,10 @@ def _multiply_kernel(
 @triton.jit
 def _columns_of_x(tile):
     """Put the columns of a tile of x in the order in which ``_unpack`` returns those of the weight."""
-    # Column 32 t + 8 w + 4 j + i of each 128 columns becomes column 32 w + 8 i + 2 t + j. A product of 16 columns by
-    # tensor cores gives thread t of four a pair from each of two groups of eight; so all its codes of 128 columns are
-    # in four consecutive words w, and j is the pair's half.
+    # Column 32 t + 8 w + 4 j + i of each 128 columns becomes column 32 w + 8 i + 2 t + j. Of each group of eight
+    # columns, the tensor cores take columns 2 t and 2 t + 1 from thread t of four. In the new order these are the codes
+    # i and i + 4 (j = 0 and 1) of the thread's word w, so the four words that a thread needs for 128 columns are
+    # consecutive.
     ROWS: tl.constexpr = tile.shape[0]
     GROUPS: tl.constexpr = tile.shape[1] // 128
     split = tl.reshape(tile, [ROWS, GROUPS, 4, 4, 2, 4])  # rows, groups, t, w, j, i
