@@ -1,8 +1,8 @@
-"""Run a model with added rounding errors, to estimate how much the results of another correct implementation would
-differ: by random relative errors of the size of a rounding error (Monte Carlo arithmetic, Parker 1997).
+"""Estimate how much the results of another correct implementation of a model would differ: run the model with random
+relative errors of the size of rounding errors added (Monte Carlo arithmetic, Parker 1997).
 
-How much two implementations differ, which add and round in different orders, depends on the model: a few huge
-activations magnify rounding errors, which average out in a model with random weights.
+How much the results of two implementations differ that add and round in different orders depends on the model: in a
+pretrained model, a few huge activations magnify rounding errors, which average out in a model with random weights.
 """
 
 from collections.abc import Callable, Iterator
