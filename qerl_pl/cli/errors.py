@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from qerl_pl.cli.other_folders import module_elsewhere, path_elsewhere
+from qerl_pl.cli.other_names import OTHER_NAMES
 from qerl_pl.cli.yaml_files import BASE_CONFIG, FOLLOWING, config_files, follows
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.run_folder import plain_yaml
@@ -52,22 +53,6 @@ EXAMPLES = {
 """Classes, functions and mappings that error messages show as examples, by the setting that expects one."""
 PROTOCOLS = {"PromptSource": "datamodules.sources", "RolloutEngine": "qerl_pl.rollout.base"}
 """Modules of the protocols that classes named in a configuration have to implement."""
-OTHER_NAMES = {
-    "learning_rate": "model.optimizer.init_args.lr",
-    "lr": "model.optimizer.init_args.lr",
-    "num_generations": "model.sampling.num_completions",
-    "group_size": "model.sampling.num_completions",
-    "max_completion_length": "model.sampling.max_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_new_tokens": "model.sampling.max_tokens",
-    "model_name_or_path": "model.base",
-    "epochs": "trainer.max_steps",
-    "num_train_epochs": "trainer.max_steps",
-    "beta": "model.objective.kl_coefficient",
-    "output_dir": "run_dir",
-    "seed": "seed_everything",
-}
-"""Maps names of settings in other programs to this program's, which error messages suggest."""
 UNNAMED = ("QeRLCLI", "QeRLModule", "PromptDataModule", "Trainer", "WeightedReward")
 """Classes whose messages already name settings; the names of others are put in front of their messages."""
 
@@ -77,8 +62,10 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
     are the dotted paths of all settings, from which the most similar one is suggested. ``arguments`` is the command
     line, whose YAML files are searched for the line with the error."""
     message = LINK.sub("", message)
-    if unknown := re.search(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)", message):
-        return _unknown_key(unknown[1].rstrip("+"), list(keys), arguments)
+    if unknown := re.search(
+        r"(?:(?:Group '([\w.]+)' )?does not accept option '|unrecognized arguments: --)([\w.+]+)", message
+    ):
+        return _unknown_key(".".join(filter(None, unknown.groups())).rstrip("+"), list(keys), arguments)
     if word := re.match(r"unrecognized arguments: ([^-\s]\S*)", message):
         return (
             f"{word[1]!r} is no option; a configuration is given by -c, such as -c quickstart, a setting by --KEY VALUE"

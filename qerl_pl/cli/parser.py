@@ -82,7 +82,9 @@ class Parser(LightningArgumentParser):
         """Exit with a short error message; jsonargparse's would begin with a hundred lines of usage."""
         if not self.exit_on_error:
             super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
+        commands = self._subcommands_action.choices if self._subcommands_action else {}
+        named = next((commands[word] for word in sys.argv[1:2] if word in commands), self)
+        parser = getattr(ex, "subcommand_parser", None) or named  # errors about files do not have it
         keys = [action.dest for action in parser._actions]
         with chdir(self._started_in):
             self.exit(2, f"error: {in_short(message, keys=keys, arguments=sys.argv[1:])}\n")

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from qerl_pl.cli.other_names import OTHER_NAMES
+
 FOLDER = Path(__file__).parents[2] / "configs"
 """Folder of the shipped configurations, next to ``qerl_pl`` in the repository and in a wheel."""
 BASE_CONFIG = FOLDER / "base.yaml"
@@ -117,7 +119,7 @@ def check_yaml(path: Path) -> None:
     root = mapping_in(path, expected=f"settings as `key: value`, at the top {', '.join(KEYS)}")
     for key, value in root.value:
         if key.value.removesuffix("+") not in KEYS:
-            near = get_close_matches(key.value, KEYS, n=1)
+            near = [OTHER_NAMES[key.value]] if key.value in OTHER_NAMES else get_close_matches(key.value, KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(KEYS)}"
             raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; {hint}")
         if value.tag == "tag:yaml.org,2002:null" and key.value not in MAY_BE_NULL:

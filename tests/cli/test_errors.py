@@ -1,10 +1,14 @@
 """Error messages about command lines and configurations fit on a screen, and name the setting or option to change."""
 
+from functools import reduce
+
 import pytest
+import yaml
 
 from qerl_pl.__main__ import main as command
-from qerl_pl.cli.errors import EXAMPLES, OTHER_NAMES, in_short
-from qerl_pl.cli.yaml_files import BASE_CONFIG
+from qerl_pl.cli.errors import EXAMPLES, in_short
+from qerl_pl.cli.other_names import OTHER_NAMES
+from qerl_pl.cli.yaml_files import BASE_CONFIG, check_yaml
 
 KEYS = ("model.sampling.temperature", "model.sampling.top_p", "trainer.max_steps")
 UNION = """Parser key "trainer.callbacks": Does not validate against any of the Union subtypes
@@ -26,6 +30,7 @@ LINK = "Call to compute_fn of link 'base_folder(model.base) --> data.tokenizer' 
     [
         "unrecognized arguments: --model.samplng.temperature 0.5",
         "Subcommand 'fit' does not accept option 'model.samplng.temperature'",
+        "Group 'model' does not accept option 'samplng.temperature'",
     ],
 )
 def test_a_misspelt_key_gets_the_nearest_one_and_its_file(tmp_path, message):
@@ -39,14 +44,32 @@ def test_a_misspelt_key_gets_the_nearest_one_and_its_file(tmp_path, message):
 
 
 @pytest.mark.slow
+def test_a_misspelt_key_in_a_file_is_named_in_full_with_its_line(tmp_path, capsys):
+    config = tmp_path / "mine.yaml"
+    config.write_text("model:\n  objective:\n    preset: dapo\n    clip_hihg: 0.3\n")
+    with pytest.raises(SystemExit) as stopped:
+        command(["fit", "-c", "quickstart", "-c", str(config), "--print_config"])
+    assert stopped.value.code
+    wanted = f"no setting model.objective.clip_hihg ({config}, line 4); did you mean model.objective.clip_high?"
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
     said = in_short("unrecognized arguments: --model.learning_rate 1", keys=KEYS, arguments=[])
     assert said == "there is no setting model.learning_rate; did you mean model.optimizer.init_args.lr?"
-    meant = sorted(set(OTHER_NAMES.values()))
-    values = [word for name in meant for word in (f"--{name}", "models/x" if name == "model.base" else "1")]
-    with pytest.raises(SystemExit) as stopped:
-        command(["fit", "-c", "quickstart", *values, "--print_config"])
-    assert not stopped.value.code, capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(["fit", "-c", "quickstart", "--print_config"])
+    settings = yaml.safe_load(capsys.readouterr().out)
+    for name in OTHER_NAMES.values():
+        reduce(lambda section, key: section[key], name.split("."), settings)  # KeyError: there is no such setting
+
+
+def test_names_of_other_programs_at_the_top_of_a_file_lead_to_settings(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("num_generations: 8\n")
+    with pytest.raises(ValueError, match=r"line 1: 'num_generations' .* did you mean model.sampling.num_completions\?"):
+        check_yaml(config)
 
 
 def test_a_class_that_lacks_methods_of_a_protocol_is_told_which(tmp_path, monkeypatch):
