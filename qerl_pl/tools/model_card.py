@@ -1,5 +1,6 @@
 """Write the model card (README.md) of an exported adapter, with the front matter that model hubs read."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ from peft import PeftModel
 model = PeftModel.from_pretrained(base, {folder!r})
 ```
 
+## Prompts
+
+{prompts}
+
 ## Evidence
 
 {evidence}
@@ -62,6 +67,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(
         run=run.resolve().name,
+        prompts=prompts(run),
         evidence=evidence(run),
         folder=folder,
         base=base,
@@ -84,6 +90,28 @@ def _loading(base: str) -> str:
     quantization = read_json(config).get("quantization_config") or {} if config.is_file() else {}
     packed = quantization.get("quant_method") == "compressed-tensors"
     return (LOADING_UNPACKED if packed else LOADING).format(base=base)
+
+
+def prompts(run: Path) -> str:
+    """Describe in Markdown how a run made chat messages of a question, which whoever asks the policy has to do too."""
+    data = plain_yaml(run / "config.yaml").get("data") or {}
+    messages = [{"role": "user", "content": data.get("question_template") or "{question}"}]
+    if data.get("system_prompt") is not None:
+        messages.insert(0, {"role": "system", "content": data["system_prompt"]})
+    lines = [
+        "In training, a question was asked by these messages; a system message in the data set replaced the one here.",
+        "A server of the policy does not know them, so send them with each question:",
+        "",
+        "```json",
+        json.dumps(messages, indent=2, ensure_ascii=False),
+        "```",
+    ]
+    if arguments := data.get("template_arguments"):
+        text = json.dumps(arguments, ensure_ascii=False, default=str)
+        lines += ["", f"The chat template was given further variables (`chat_template_kwargs`): `{text}`."]
+    if stop := data.get("stop"):
+        lines += ["", f"Completions also ended at these texts (`stop`): `{json.dumps(stop, ensure_ascii=False)}`."]
+    return "\n".join(lines)
 
 
 def evidence(run: Path) -> str:
