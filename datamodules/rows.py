@@ -208,7 +208,8 @@ def _rows_of(path: str, *, split: str, subset: str | None, bad: Callable[[ValueE
         return _parquet_rows(path)
     if Path(path).is_file():
         raise ValueError(
-            f"data file {path} is of an unknown kind; expected .jsonl (a JSON object per line) or .parquet"
+            f"data file {path} is of an unknown kind; expected .jsonl (a JSON object per line) or .parquet; "
+            "docs/extending.md has a command that converts CSV files"
         )
     return _hub_rows(path, split=split, subset=subset)
 

@@ -180,7 +180,7 @@ MISTAKES = [
     (table("empty.jsonl"), r"empty\.jsonl has no rows; expected a JSON object per line"),
     (table("python.jsonl"), r"python\.jsonl:1: not JSON: Expecting property name"),
     (table("no_answer.jsonl"), r"no_answer\.jsonl:1: column 'answer' is empty"),
-    (table("rows.csv"), r"rows\.csv is of an unknown kind; expected \.jsonl .* or \.parquet"),
+    (table("rows.csv"), r"rows\.csv is of an unknown kind; expected \.jsonl .* or \.parquet; .*converts CSV"),
     (
         table("words.jsonl") | reward("qerl_pl.rewards.math.NumericAnswer"),
         r"'mine' can read none of the first 26 answers .* 'see above'",
