@@ -265,3 +265,10 @@ def test_ids_that_a_gguf_file_names_because_its_embeddings_are_padded_need_no_ma
     policy.add_tokens(["[PAD7]"])  # a token of its own, whose name is not that of its id
     with pytest.raises(ValueError, match=r"'\[PAD7\]', which does not exist there, and 0 more differ"):
         check_same_vocabulary(policy, teacher, base="models/teacher")
+
+
+def test_a_file_in_place_of_a_folder_is_refused_with_what_makes_a_folder_of_it(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"model\.gguf is a file; expected a checkpoint's folder .*prepared_base"):
+        read_tokenizer(file)

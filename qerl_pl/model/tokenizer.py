@@ -66,7 +66,12 @@ def load_tokenizer(path: str | Path, config: Mapping) -> PreTrainedTokenizerBase
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or by its name on the hub. If its files have no chat template, the tokenizer gets
     that of a vision-language model's processor (``OF_PROCESSOR``) or, if there is none either, all those in the
-    subfolder ``TEMPLATES`` of its folder, by name."""
+    subfolder ``TEMPLATES`` of its folder, by name. Raises ValueError if ``path`` is a file."""
+    if Path(path).is_file():
+        raise ValueError(
+            f"{path} is a file; expected a checkpoint's folder or a model's name on the hub. From Python, "
+            "qerl_pl.base.prepared.prepared_base makes a folder of a GGUF file (docs/library.md)"
+        )
     # The hub is asked only for names of the form OWNER/MODEL, and only if it answers soon, because its client would
     # otherwise retry for a minute.
     local = Path(path).is_dir() or not (is_hub_name(str(path)) and hub_answers())
