@@ -25,6 +25,7 @@ def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     texts = ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in notebook.cells]
     [answers] = [text for text in texts if "[policy]" in text]
     assert answers.count("[base]") == 2
+    assert any("warm start: " in text for text in texts)  # the progress of minutes of work is shown
     [curves] = [cell for cell in notebook.cells if "read_curves" in cell.source]
     assert any("image/png" in output.get("data", {}) for output in curves.outputs)
     assert (tmp_path / "runs" / "notebook" / "page.html").stat().st_size > 10_000
