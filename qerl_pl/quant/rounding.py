@@ -27,13 +27,14 @@ def pack_group(
     inputs x: it searches for the block scales with the smallest squared error, weighted by each input's mean square
     (``search_scales``), and then rounds by ``gptq_codes``.
     """
-    shared, packed = group_scale(list(weights.values()), fmt), {}
-    for name, weight in weights.items():
-        packed[name] = quantize(weight, fmt, shared, name=f"{name}.weight")
-        if method == "gptq":
-            assert second_moment is not None
-            scale = search_scales(weight, fmt, packed[name].block_scale, shared, second_moment.diagonal().float())
-            packed[name] = PackedWeight(gptq_codes(weight, fmt, scale, shared, second_moment), scale, shared)
+    shared = group_scale(list(weights.values()), fmt)
+    packed = {name: quantize(weight, fmt, shared, name=f"{name}.weight") for name, weight in weights.items()}
+    if method == "gptq":
+        assert second_moment is not None
+        importance, order = second_moment.diagonal().float(), column_order(second_moment)
+        for name, weight in weights.items():
+            scale = search_scales(weight, fmt, packed[name].block_scale, shared, importance)
+            packed[name] = PackedWeight(gptq_codes(weight, fmt, scale, shared, *order), scale, shared)
     return packed
 
 
@@ -85,18 +86,27 @@ def search_scales(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale
     return best
 
 
-def gptq_codes(weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, second_moment: Tensor) -> Tensor:
-    """Round a weight W [N, K] by GPTQ with given scales: 4-bit codes, two per byte, [N, K/2] uint8, that approximately
-    minimise |X W^T - X W'^T|^2. ``second_moment`` is X^T X, or a positive multiple of it, for the inputs X.
+def column_order(second_moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the order in which GPTQ rounds the columns of weights, [K] int64, and compute ``inverse_factor`` of the
+    inputs' second moment [K, K] with rows and columns in this order, [K, K] fp32.
 
     GPTQ compensates each column's rounding error in the columns that are left. As the scales are fixed beforehand,
     columns may be rounded in any order although neighbours share a scale: those whose inputs have the largest mean
     squares come first, while most columns are left to compensate.
     """
     order = second_moment.diagonal().argsort(descending=True)
+    return order, inverse_factor(second_moment[order][:, order])
+
+
+def gptq_codes(
+    weight: Tensor, fmt: Format, block_scale: Tensor, global_scale: Tensor, order: Tensor, factor: Tensor
+) -> Tensor:
+    """Round a weight W [N, K] by GPTQ with given scales: 4-bit codes, two per byte, [N, K/2] uint8, that approximately
+    minimise |X W^T - X W'^T|^2. ``order`` and ``factor`` are the results of ``column_order`` for X^T X, or a positive
+    multiple of it, where X are the inputs.
+    """
     weight = weight[:, order].float()  # a copy
     scale = fmt.effective_scale(block_scale, global_scale).repeat_interleave(fmt.block, dim=1)[:, order]  # [N, K]
-    factor = inverse_factor(second_moment[order][:, order])
     codes, limits = (tensor.to(weight.device) for tensor in rounding_limits(fmt))
     values = torch.tensor(fmt.values, device=weight.device)[codes.int()]
     rounder = round_columns

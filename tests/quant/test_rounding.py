@@ -14,6 +14,7 @@ from qerl_pl.quant.mxfp4 import MXFP4
 from qerl_pl.quant.nf4 import NF4
 from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.quant.rounding import (
+    column_order,
     gptq_codes,
     output_error,
     pack_group,
@@ -77,7 +78,7 @@ def test_gptq_equals_a_loop_that_inverts_anew_for_every_column(fmt):
     start = quantize(weight, fmt)
     scale = fmt.effective_scale(start.block_scale, start.global_scale).repeat_interleave(fmt.block, 1)
     expected = gptq_reference(weight, scale, fmt, moment, 0.01)
-    codes = gptq_codes(weight, fmt, start.block_scale, start.global_scale, moment)
+    codes = gptq_codes(weight, fmt, start.block_scale, start.global_scale, *column_order(moment))
 
     def rounded(codes: Tensor) -> Tensor:  # by value: zero has two codes in E2M1
         return dequantize_reference(PackedWeight(codes, start.block_scale, start.global_scale), fmt)
@@ -100,13 +101,15 @@ def test_gptq_of_uncorrelated_inputs_rounds_to_nearest(fmt):
     weight, _ = layer_with_outliers(8, 192)
     start = quantize(weight, fmt)
     moment = torch.diag(torch.rand(192) + 0.1)
-    assert torch.equal(gptq_codes(weight, fmt, start.block_scale, start.global_scale, moment), start.codes)
+    assert torch.equal(
+        gptq_codes(weight, fmt, start.block_scale, start.global_scale, *column_order(moment)), start.codes
+    )
 
 
 def test_gptq_of_inputs_that_were_all_zero_rounds_to_nearest():
     weight, _ = layer_with_outliers(4, 64)
     start = quantize(weight, NVFP4)
-    codes = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, torch.zeros(64, 64))
+    codes = gptq_codes(weight, NVFP4, start.block_scale, start.global_scale, *column_order(torch.zeros(64, 64)))
     assert torch.equal(codes, start.codes)
 
 
