@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -63,8 +64,9 @@ class OutputFolder:
         if kind is not None and (not self.done or issubclass(kind, ValueError)):
             shutil.rmtree(self.partial, ignore_errors=True)
 
-    def read(self, file: str) -> dict[str, Tensor]:
-        return load_file(self.partial / file)
+    def read(self, file: str, device: torch.device | str) -> dict[str, Tensor]:
+        """Read the tensors of a finished file."""
+        return load_file(self.partial / file, device=str(device))
 
     def reports(self) -> list[dict]:
         return [report for entry in self.done.values() for report in entry["layers"]]

@@ -56,7 +56,7 @@ def quantize_checkpoint(
     for each.
 
     ``load_base`` can load the copy, and so can transformers and, except for NF4, vLLM. The device holds one decoder
-    block and, with calibration data, second moments of its layers' inputs. Host memory holds one block, or the
+    block, with calibration data in fp32, and second moments of its layers' inputs. Host memory holds one block, or the
     embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
@@ -103,8 +103,8 @@ def quantize_checkpoint(
                 start.add(file.name, packed[2])  # before the file that marks the block as finished
                 folder.add(file.name, *packed[:2])
             if stream is not None and file.block is not None and any(later.name not in folder.done for later in files):
-                weights = dense_tensors(folder.read(file.name), shapes, writer)
-                stream.advance(file.block, with_adapter(weights, start.read(file.name)))
+                weights = dense_tensors(folder.read(file.name, device), shapes, writer)
+                stream.advance(file.block, with_adapter(weights, start.read(file.name, device)))
             progress.update(size)
         layers = [LayerReport(**layer) for layer in folder.reports()]
         start.finish(base=output)
@@ -217,10 +217,12 @@ def dense_tensors(
 def check_weights(tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for weights that are not finite, or of a magnitude above ``LARGEST_WEIGHT``."""
     for name, tensor in tensors.items():
-        largest = tensor.abs().amax().item() if tensor.is_floating_point() and tensor.numel() else 0.0
-        if not math.isfinite(largest):
+        if not (tensor.is_floating_point() and tensor.numel()):
+            continue
+        least, most = (value.item() for value in tensor.aminmax())  # NaN if any value is
+        if not (math.isfinite(least) and math.isfinite(most)):
             raise ValueError(f"{name} holds NaN or infinity; expected finite weights")
-        if largest > LARGEST_WEIGHT:
+        if (largest := max(-least, most)) > LARGEST_WEIGHT:
             raise ValueError(f"{name} holds {largest:.3g}; expected weights of at most {LARGEST_WEIGHT:g}")
 
 

@@ -110,9 +110,9 @@ class StartFolder:
         if tensors:
             write_tensors(self.parts / part, tensors)
 
-    def read(self, part: str) -> dict[str, Tensor]:
+    def read(self, part: str, device: torch.device | str) -> dict[str, Tensor]:
         """Read the adapter's tensors for the checkpoint's file ``part``."""
-        return {} if self.rank is None else load_file(self.parts / part)
+        return {} if self.rank is None else load_file(self.parts / part, device=str(device))
 
     def finish(self, *, base: Path) -> None:
         """Join the adapter's files, one per decoder block, to one PEFT adapter, and write its settings: the names of
