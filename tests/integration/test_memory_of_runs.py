@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 
 from qerl_pl.results.curves import read_curves
 from qerl_pl.rollout.vllm import memory as vllm_memory
+from qerl_pl.settings.model import ModuleSettings
 from qerl_pl.tools.plan import planned_run, read_settings, shape_of
 from tests.integration.conftest import SHORT, UNCHECKED, VLLM, arguments, assert_same_run, load_last
 from tests.rollout.leaks import held_in_vllms_pool
@@ -49,6 +50,31 @@ def test_a_run_goes_on_with_smaller_passes_and_learns_the_same(run, short, tmp_p
     assert small.keys() == large.keys()
     for name, tensor in large.items():  # not element by element: Adam makes whole steps of gradients that are rounding
         assert (small[name] - tensor).norm() <= 0.01 * tensor.norm(), name
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_size_of_its_passes(run, tmp_path):
+    """With an open limit, the size follows from the memory at the start and from passes that ran out of it."""
+    free = ("--model.micro_batch_tokens", "null", *SHORT, *UNCHECKED, "--trainer.callbacks+")
+    small = ("tests.integration.test_memory_of_runs.SmallDevice", "--trainer.callbacks.tokens=120")
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        run("fit", tmp_path / "straight", *free, *small)
+    stop = ("--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=1")
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        run("fit", tmp_path / "stopped", *free, *small, *stop)
+    assert load_last(tmp_path / "stopped")["global_step"] == 2
+    run("fit", tmp_path / "stopped", *free[:-1], "--ckpt_path", "last")  # on a device with more memory
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_without_memory_for_its_passes_says_that_last_bits_may_differ(run, tmp_path, monkeypatch):
+    free = ("--model.micro_batch_tokens", "null", *SHORT, *UNCHECKED)
+    run("fit", tmp_path, *free, "--trainer.callbacks+=tests.integration.toy.CtrlC", "--trainer.callbacks.at=2")
+    monkeypatch.setattr(ModuleSettings, "first_micro_batch", 150)
+    with pytest.warns(UserWarning, match="memory for 150 tokens in a pass, .* had up to 16384"):
+        run("fit", tmp_path, *free, "--ckpt_path", "last")
+    assert read_curves(tmp_path)["train/micro_batch_tokens"].values == [16384] * 3 + [150]
 
 
 @pytest.mark.slow
