@@ -30,7 +30,8 @@ class Progress(Callback):
 
     On a terminal, one line is updated, and a second one during validation; messages of the program are printed above
     them. In a job's log or a file there is one line per rollout, with seconds instead of entropy, and further lines
-    while the first rollout or a validation lasts. The reward is the mean over the scored completions of all ranks. The
+    while the first rollout or a validation lasts. While vLLM samples for long, it shows how many completions are
+    finished (``qerl_pl.rollout.vllm.finished``). The reward is the mean over the scored completions of all ranks. The
     remaining time is computed from the mean time per rollout, validations included, since this process started to
     train. Each validation leaves a line with its reward and accuracy, and a complete run ends with the command that
     reports on it, if it has the files of TensorBoard's logger. A start that finds all rollouts done says so, and how to

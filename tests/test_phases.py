@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.common import phases
 from qerl_pl.common.phases import phase
+from qerl_pl.rollout.vllm import finished
 from qerl_pl.tools.options import PARSERS
 
 ROOT = Path(__file__).parent.parent
@@ -53,6 +55,45 @@ def test_a_short_phase_prints_nothing_and_one_that_is_named_at_once_a_line(capsy
     assert capsys.readouterr().err == ""
     with phase("loading packages", at_once=True):
         assert capsys.readouterr().err == "loading packages ...\n"
+
+
+def test_a_phase_with_lines_a_minute_apart_has_more_of_them_within_another_phase(capsys, monkeypatch):
+    with phase("sampling", total=3, unit="completions", seldom=True):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ""
+    with phase("validation"), phase("sampling", total=3, unit="completions", seldom=True) as inner:
+        inner.update(2)
+        wait_until(lambda text: text.count("sampling: 2 of 3 completions") >= 2, capsys)
+    monkeypatch.setattr(phases, "SELDOM_S", 0.05)
+    with phase("sampling", total=3, unit="completions", seldom=True):
+        wait_until(lambda text: text.count("sampling: 0 of 3 completions") >= 2, capsys)
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("first_s", [0.0, 60.0])
+def test_on_a_terminal_finished_completions_have_a_bar_which_short_calls_do_not_show(first_s, capsys, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(phases, "FIRST_S", first_s)
+    with finished.counted(3) as use_tqdm:
+        prompts = [[1], [2], [3]]
+        assert use_tqdm(prompts, desc="Rendering prompts") is prompts
+        bar = use_tqdm(total=3, desc="Processed prompts", dynamic_ncols=True, postfix="0 toks/s")  # as vLLM calls it
+        for _ in range(2):
+            time.sleep(0.15)  # longer than tqdm's pause between two updates of a bar
+            bar.postfix = f"{10 / bar.format_dict['elapsed']} toks/s"
+            bar.update(1)
+        bar.update(1)
+        if bar.n == 3:
+            bar.refresh()
+        bar.close()
+    assert ("sampling 2/3" in terminal.getvalue()) == (first_s == 0)
+    assert not terminal.getvalue() or first_s == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_only_the_first_rank_speaks(capsys, monkeypatch):

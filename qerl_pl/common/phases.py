@@ -16,6 +16,8 @@ FIRST_S = 3.0
 """Seconds after which a phase that has not ended is shown for the first time."""
 LINE_S = 4.0
 """Seconds between two lines about phases if stderr is not a terminal."""
+SELDOM_S = 60.0
+"""The same for phases that come again and again, such as the sampling of each rollout."""
 REDRAW_S = 1.0
 """Seconds between two updates of the line that a terminal shows."""
 BAR = "{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit} {elapsed}, {remaining} left"
@@ -40,10 +42,10 @@ class _Silence:
 class Phase:
     """Piece of work that is shown to the user while it runs. ``what`` describes it, such as "loading the weights". If
     its progress can be counted, ``total`` is the number of its units, of which ``update`` counts those done, and
-    ``unit`` their name, "B" for bytes; otherwise ``total`` is None."""
+    ``unit`` their name, "B" for bytes; otherwise ``total`` is None. ``seldom``: lines are ``SELDOM_S`` apart."""
 
-    def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
-        self.what, self.total, self.unit = what, total, unit
+    def __init__(self, what: str, total: int | None = None, unit: str = "", *, seldom: bool = False) -> None:
+        self.what, self.total, self.unit, self.seldom = what, total, unit, seldom
         self.done = 0
         self.started = time.monotonic()
         self.ended = threading.Event()
@@ -74,10 +76,13 @@ class Phase:
 
 
 @contextmanager
-def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool = False) -> Iterator[Phase]:
+def phase(
+    what: str, *, total: int | None = None, unit: str = "", at_once: bool = False, seldom: bool = False
+) -> Iterator[Phase]:
     """Show on stderr, while the ``with`` block runs, what the block does. The arguments are those of ``Phase``. With
     ``at_once``, the phase is shown before the block begins; ``with`` blocks that import modules need this, because
-    imports may keep the printing thread from running.
+    imports may keep the printing thread from running. With ``seldom``, lines in a job's log are a minute apart, also
+    from the begin of the block to the first line, unless the block runs within another phase.
 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.
@@ -85,18 +90,17 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
     is shown. Lines go to the stream that was stderr when the outermost phase began, so redirecting stderr inside does
     not hide them. Only the first rank of a run prints.
     """
-    current = Phase(what, total, unit)
+    current = Phase(what, total, unit, seldom=seldom and not _running)
     if _running:
         current.stream = _running[0].stream
     elif current.started - _Silence.ended > APART_S:
         _Silence.since = current.started
     _running.append(current)
     terminal = current.stream is not None and current.stream.isatty()
-    speaks = all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
-    if at_once and speaks:
+    if at_once and speaks():
         _say(current, terminal)
     thread = threading.Thread(target=_repeat, args=(current, terminal), daemon=True, name="phase")
-    if speaks:
+    if speaks():
         thread.start()
     try:
         yield current
@@ -104,7 +108,7 @@ def phase(what: str, *, total: int | None = None, unit: str = "", at_once: bool 
         current.ended.set()
         _running.remove(current)
         _Silence.ended = time.monotonic()
-        if speaks:
+        if thread.ident is not None:  # it was started
             thread.join()
             if terminal and current.shown:
                 _write(current, ERASE)
@@ -118,14 +122,21 @@ def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator
             current.update()
 
 
+def speaks() -> bool:
+    """Return whether this process prints what it does: on several ranks, only the first one does."""
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
+
+
 def _repeat(current: Phase, terminal: bool) -> None:
-    every = REDRAW_S if terminal else LINE_S
+    is_seldom = current.seldom and not terminal
+    every = REDRAW_S if terminal else SELDOM_S if is_seldom else LINE_S
     # The first check whether a line is due comes at once, because the short phases before this one may have printed
     # nothing for a long time.
     while True:
         now = time.monotonic()
         silent = now - _Silence.since
         first = min(now - current.started, silent) >= FIRST_S or silent >= LINE_S
+        first = now - current.started >= SELDOM_S if is_seldom else first
         due = silent >= every if current.shown else first
         if due and _running and _running[-1] is current:
             _say(current, terminal)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from qerl_pl.common.phases import Phase
 from qerl_pl.noise.norm_noise import NormNoise, noisy_norms
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.policy.policy import load_policy
@@ -47,6 +48,14 @@ def own_scores(policy, tokens):
     trainer's policy."""
     row = torch.tensor([tokens])
     return policy.model(input_ids=row).logits[0, :-1].float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+
+
+@pytest.mark.vllm
+def test_finished_completions_are_counted_while_others_are_sampled(started, monkeypatch):
+    counted = []
+    monkeypatch.setattr(Phase, "update", lambda self, units=1: counted.append((self.what, self.total, units)))
+    started.generate(PROMPTS, SAMPLING, seed=1)
+    assert counted == [("sampling", 6, 1)] * 6
 
 
 @pytest.mark.vllm

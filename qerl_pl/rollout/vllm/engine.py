@@ -27,7 +27,7 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
-from qerl_pl.rollout.vllm import memory, patches, requests, setup, worker
+from qerl_pl.rollout.vllm import finished, memory, patches, requests, setup, worker
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 from qerl_pl.rollout.vllm.launch import launch
 
@@ -229,7 +229,9 @@ class VLLMEngine:
         seeds = request_seeds(prompts, copies, seed)
         params = requests.sampling_params(sampling, seeds, self._end_tokens)
         self._scheduler().forget()  # drop what remains of an earlier call that failed
-        outputs = self._run([prompt for prompt in prompts for _ in range(copies)], params, adapter=adapter)
+        with finished.counted(len(params)) as bar:
+            rows = [prompt for prompt in prompts for _ in range(copies)]
+            outputs = self._run(rows, params, adapter=adapter, bar=bar)
         logprobs, routes = self._scheduler().take_logprobs(), self._scheduler().take_routes()
         keys = seeds if self._call(worker.samples_by_keyed_noise) else [None] * len(seeds)
         completions = [
@@ -366,7 +368,12 @@ class VLLMEngine:
             return self._running().collective_rpc(function, args=args)[0]
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, adapter: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        adapter: bool,
+        bar: Callable[..., Any] | None = None,
     ) -> list[RequestOutput]:
         lora = self._lora_request if adapter else None
         if self._drafts:
@@ -374,7 +381,7 @@ class VLLMEngine:
             scheduler, most = self._scheduler(), self._arguments["max_num_seqs"]
             scheduler.dynamic_sd_lookup = native.for_vllm().guard.drafts_by_sequences(self.draft_history, most)
         with preserved_rng(), any_algorithm(), self._norms_of(adapter):
-            return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu)
+            return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu, bar=bar)
 
     @contextmanager
     def _norms_of(self, adapter: bool) -> Iterator[None]:

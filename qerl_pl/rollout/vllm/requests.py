@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,9 +56,11 @@ def results(
     lora: LoRARequest | None,
     *,
     on_cpu: bool,
+    bar: Callable[..., Any] | None = None,
 ) -> list[RequestOutput]:
     """Clear vLLM's prefix cache, run one request per prompt, with the adapter ``lora`` unless it is None, and return
-    the results in order. Raises RuntimeError if requests of an earlier call are still queued."""
+    the results in order. ``bar`` is vLLM's argument ``use_tqdm``; None: there is no progress bar. Raises RuntimeError
+    if requests of an earlier call are still queued."""
     from vllm.inputs import TokensPrompt
 
     if not llm.reset_prefix_cache():
@@ -69,7 +71,7 @@ def results(
     compilation = torch.compiler.set_stance("force_eager") if on_cpu else nullcontext()
     try:
         with compilation:
-            return llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
+            return llm.generate(inputs, params, use_tqdm=bar or False, lora_request=lora)
     except BaseException:
         # The requests of the failed call are removed from vLLM's queue, because the next call would wait for them
         # forever.

@@ -1,0 +1,53 @@
+"""Show, while vLLM samples, how many completions are finished."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+from qerl_pl.common import phases
+from qerl_pl.common.phases import phase
+
+WHAT = "sampling"
+BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left"
+
+
+class Counter:
+    """Passes the numbers of newly finished completions to the function ``count``. It has those attributes of a tqdm bar
+    that vLLM uses."""
+
+    def __init__(self, count: Callable[[int], object]) -> None:
+        self.count = count
+        self.n = 0
+        self.postfix = ""  # vLLM writes speeds here
+        self.format_dict = {"elapsed": 1.0}  # vLLM divides by it
+
+    def update(self, number: int) -> None:
+        self.n += number
+        self.count(number)
+
+    def refresh(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def counted(number: int) -> Iterator[Callable[..., Any]]:
+    """Show how many of ``number`` completions are finished while the ``with`` block runs. Yields vLLM's argument
+    ``use_tqdm``, a function that makes the bar which vLLM updates.
+
+    If stdout is a terminal, on which the bars of a run are (``callbacks.progress``), there is a further bar after some
+    seconds. Otherwise there are lines on stderr: once a minute, or every few seconds while another phase is shown, as
+    in a validation.
+    """
+    if sys.stdout.isatty() and phases.speaks():
+        how = {"bar_format": BAR, "leave": False, "delay": phases.FIRST_S, "dynamic_ncols": True, "disable": False}
+        shown: Any = tqdm(desc=WHAT, total=number, file=sys.stdout, **how)
+    else:
+        shown = phase(WHAT, total=number, unit="completions", seldom=True)
+    with shown as current:
+        counter = Counter(current.update)
+        # vLLM also calls this function with the prompts, to show how many of them it has read, which takes no time.
+        yield lambda prompts=None, **_: counter if prompts is None else prompts
