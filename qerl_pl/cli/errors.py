@@ -63,7 +63,7 @@ def in_short(message: str, *, keys: Iterable[str], arguments: Sequence[str]) -> 
     line, whose YAML files are searched for the line with the error."""
     message = LINK.sub("", message)
     if unknown := re.search(
-        r"(?:(?:Group '([\w.]+)' )?does not accept option '|unrecognized arguments: --)([\w.+]+)", message
+        r"(?:(?:Group '([\w.]+)' )?does not accept option '|unrecognized arguments: --)([\w.+-]+)", message
     ):
         return _unknown_key(".".join(filter(None, unknown.groups())).rstrip("+"), list(keys), arguments)
     if word := re.match(r"unrecognized arguments: ([^-\s]\S*)", message):
@@ -284,7 +284,7 @@ def _where(pattern: str, arguments: Sequence[str]) -> str:
 def _unknown_key(key: str, keys: Sequence[str], arguments: Sequence[str]) -> str:
     leaf = key.rpartition(".")[2]
     files = [argument for path in config_files(arguments) if _has(path, key) for argument in ("-c", str(path))]
-    if usual := OTHER_NAMES.get(leaf):
+    if usual := OTHER_NAMES.get(leaf.replace("-", "_")):
         near = [usual]
     else:
         near = [other for other in keys if other.rpartition(".")[2] == leaf][:1]  # right name, wrong section

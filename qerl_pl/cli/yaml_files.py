@@ -118,8 +118,9 @@ def check_yaml(path: Path) -> None:
         )
     root = mapping_in(path, expected=f"settings as `key: value`, at the top {', '.join(KEYS)}")
     for key, value in root.value:
-        if key.value.removesuffix("+") not in KEYS:
-            near = [OTHER_NAMES[key.value]] if key.value in OTHER_NAMES else get_close_matches(key.value, KEYS, n=1)
+        if key.value not in KEYS:
+            usual = OTHER_NAMES.get(key.value.removesuffix("+").replace("-", "_"))
+            near = [usual] if usual else get_close_matches(key.value, KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(KEYS)}"
             raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; {hint}")
         if value.tag == "tag:yaml.org,2002:null" and key.value not in MAY_BE_NULL:

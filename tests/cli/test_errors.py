@@ -1,5 +1,6 @@
 """Error messages about command lines and configurations fit on a screen, and name the setting or option to change."""
 
+import re
 from functools import reduce
 
 import pytest
@@ -65,11 +66,36 @@ def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
         reduce(lambda section, key: section[key], name.split("."), settings)  # KeyError: there is no such setting
 
 
-def test_names_of_other_programs_at_the_top_of_a_file_lead_to_settings(tmp_path):
+@pytest.mark.parametrize("name", ["num_generations", "num_generations+", "num-generations"])
+def test_names_of_other_programs_at_the_top_of_a_file_lead_to_settings(tmp_path, name):
     config = tmp_path / "mine.yaml"
-    config.write_text("num_generations: 8\n")
-    with pytest.raises(ValueError, match=r"line 1: 'num_generations' .* did you mean model.sampling.num_completions\?"):
+    config.write_text(f"{name}: 8\n")
+    wanted = rf"line 1: '{re.escape(name)}' .* did you mean model.sampling.num_completions\?"
+    with pytest.raises(ValueError, match=wanted):
         check_yaml(config)
+
+
+def test_a_section_to_which_nothing_can_be_appended_is_refused_with_its_line(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("model+:\n  dtype: float32\n")
+    with pytest.raises(ValueError, match=r"line 1: 'model\+' is no setting; did you mean model\?"):
+        check_yaml(config)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "unrecognized arguments: --model.objective.epsilon-high=0.3",
+        "Group 'model' does not accept option 'objective.epsilon-high'",
+    ],
+)
+def test_a_key_with_a_hyphen_is_named_whole(tmp_path, message):
+    config = tmp_path / "mine.yaml"
+    config.write_text("model:\n  objective:\n    epsilon-high: 0.3\n")
+    said = in_short(message, keys=KEYS, arguments=["-c", str(config)])
+    assert said == (
+        f"there is no setting model.objective.epsilon-high ({config}, line 3); did you mean model.objective.clip_high?"
+    )
 
 
 def test_a_class_that_lacks_methods_of_a_protocol_is_told_which(tmp_path, monkeypatch):
