@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+LESS_TOKENS = "lower model.sampling.max_tokens"
+"""Advice for the user if even one row needs too much memory in a pass."""
 
 
 class MicroBatchBudget:
@@ -26,6 +28,7 @@ class MicroBatchBudget:
         undo: Callable[[], None] = lambda: None,
         free_cache: Callable[[], bool] = lambda: False,
         recompute_more: Callable[[], object | None] = lambda: None,
+        advice: str = LESS_TOKENS,
     ) -> T:
         """Call ``work(tokens)``; if GPU memory runs out, call ``undo`` and then ``work`` again with settings that need
         less memory. Each call begins with the same random state of torch, so a pass that is repeated unchanged has the
@@ -39,6 +42,7 @@ class MicroBatchBudget:
                 ``RolloutEngine``). It is tried first, because it changes no pass.
             recompute_more: raises the level of gradient checkpointing, and returns the new setting; None if the level
                 cannot be raised, so that the tokens per pass are halved instead.
+            advice: what the user can do if memory runs out even with one row per pass, for the error message.
         """
         restore_rng = _rng_restorer()
         while True:
@@ -50,7 +54,6 @@ class MicroBatchBudget:
             # Memory is freed after the except block: inside of it, the error's traceback still refers to the tensors of
             # the failed pass.
             undo()
-            restore_rng()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -63,12 +66,12 @@ class MicroBatchBudget:
                 change = f"{self.tokens} (micro_batch_tokens)"
             else:
                 raise RuntimeError(
-                    f"out of memory with a single row of {longest} tokens in a pass: set model.gradient_checkpointing "
-                    f"to auto or offload, or lower model.sampling.max_tokens ({reason})"
+                    f"out of memory with a single row of {longest} tokens in a pass: {advice} ({reason})"
                 )
             warnings.warn(
                 f"out of memory with {tokens} tokens in a pass: going on with {change}", RuntimeWarning, stacklevel=2
             )
+            restore_rng()  # at last, because a user's engine may draw random numbers when it frees its cache
 
 
 def _rng_restorer() -> Callable[[], None]:

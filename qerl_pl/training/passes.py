@@ -6,7 +6,7 @@ L mixture-of-experts layers.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qerl_pl.common.batching import micro_batches
 from qerl_pl.common.types import Experience
-from qerl_pl.memory.retry import MicroBatchBudget
+from qerl_pl.memory.retry import LESS_TOKENS, MicroBatchBudget
 from qerl_pl.policy.packing import first_equal, micro_batches_of_groups
 from qerl_pl.policy.policy import Policy, TeacherStates, TokenStats
 from qerl_pl.policy.teacher import Teacher
@@ -109,14 +109,17 @@ class Batch:
         self.teacher: TeacherScores | None = None
         """The teacher's log-probabilities and hidden states; None without a teacher."""
 
-    def run(self, work: Callable[[int], T], *, with_gradient: bool = True) -> T:
+    def run(self, work: Callable[[int], T], *, with_gradient: bool = True, advice: str = LESS_TOKENS) -> T:
         """Call ``work`` with the limit on the tokens of one pass, and return its result. If GPU memory runs out, the
         call is repeated: after the rollout engine has freed its KV cache, if that was still allocated; then with more
         activations recomputed in backward, if ``work`` has a backward pass (``with_gradient``) and not all of them are
-        recomputed already; else with half the limit. Raises RuntimeError if memory runs out even with one row (a prompt
-        and its completion) per pass."""
+        recomputed already; else with half the limit. Raises RuntimeError, whose message ends with ``advice``, if memory
+        runs out even with one row (a prompt and its completion) per pass."""
+        options: dict[str, Any] = {"advice": advice}
+        if with_gradient:
+            options["recompute_more"] = self.policy.recompute_more
+            options["advice"] = f"set model.gradient_checkpointing to auto or offload, or {advice}"
         longest = int(self.experience.lengths.max())
-        options = {"recompute_more": self.policy.recompute_more} if with_gradient else {}
         return self.budget.run(work, longest=longest, undo=self.policy.zero_grad, free_cache=self.free_cache, **options)
 
     def parts(self, rows: Tensor, max_tokens: int) -> Iterator[Part]:
@@ -183,7 +186,8 @@ class Batch:
                         states.hidden[part.read(places)[mask]] = hidden
             return scores
 
-        self.teacher = self.run(score, with_gradient=False)
+        advice = f"take a smaller teacher, set model.teacher.quantize, or {LESS_TOKENS}"
+        self.teacher = self.run(score, with_gradient=False, advice=advice)
 
     def _evaluate(self, rows: Tensor, record: Callable[[Part, TokenStats], None]) -> None:
         def forward(max_tokens: int) -> None:

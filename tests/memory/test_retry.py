@@ -279,6 +279,23 @@ def test_a_repeated_pass_has_the_same_dropout():
     assert all(torch.equal(gradient, wanted) for gradient, wanted in zip(gradients, expected, strict=True))
 
 
+def test_an_engine_that_draws_random_numbers_when_it_frees_its_cache_does_not_change_a_repeated_pass():
+    tried: list[Tensor] = []
+
+    def work(tokens: int) -> Tensor:
+        tried.append(torch.rand(3))
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return tried[-1]
+
+    def free() -> bool:
+        torch.rand(1)
+        return True
+
+    with pytest.warns(RuntimeWarning, match="KV cache"):
+        assert torch.equal(MicroBatchBudget(8).run(work, longest=1, free_cache=free), tried[0])
+
+
 def test_passes_without_a_gradient_only_get_smaller(policy):
     policy.set_recompute(Recompute())
     policy.recompute_is_open = True
@@ -305,6 +322,21 @@ def test_a_row_that_fits_nowhere_ends_the_run_with_what_to_change(policy):
     ):
         run_updates(policy, Objective(), tokens=200)
     assert "plan" not in str(error.value), "cli.training.out_of_memory says it for every error of this kind"
+
+
+def test_what_to_change_fits_the_pass_that_ran_out_of_memory(policy, bases, monkeypatch):
+    """Gradient checkpointing saves nothing in passes without a gradient."""
+    batch = Batch(policy, experience(), UpdateSettings(group_size=2, max_tokens=64, micro_batch_tokens=40))
+    with memory_for(policy, 10, fails="forward"), pytest.raises(RuntimeError, match=r"pass: lower model\.sampling\."):
+        batch.score(batch.rows)
+    teacher = Teacher(str(bases["dense"]), dtype=torch.float32, device="cpu")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(teacher, "score", fails)
+    with pytest.raises(RuntimeError, match=r"pass: take a smaller teacher, .* \(no room\)"):
+        batch.score_teacher(teacher, None)
 
 
 def test_a_budget_below_the_longest_row_gives_it_a_pass_by_itself(policy):
