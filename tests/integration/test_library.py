@@ -27,4 +27,6 @@ def test_the_blocks_train_a_policy_read_its_curves_and_speak_to_it(bases, tmp_pa
     assert Path("runs/library/checkpoints/last.ckpt").exists()
     with pytest.raises(SystemExit, match="0"):  # the last block prints the configuration and trains nothing
         exec(blocks[-1], names)
-    assert "max_steps: 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rollout 3 of 3: reward" in printed
+    assert "max_steps: 1" in printed
