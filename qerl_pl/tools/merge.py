@@ -22,7 +22,7 @@ from qerl_pl.quant.loading import load_base, tied_weights
 from qerl_pl.quant.output import carry, new_folder
 from qerl_pl.quant.quantize import quantize_checkpoint
 from qerl_pl.tools.chat import load_run
-from qerl_pl.tools.model_card import evidence, prompts
+from qerl_pl.tools.model_card import evidence, prompts, training
 from qerl_pl.tools.options import MergedForm
 
 DRIFT_FILE = "drift.json"
@@ -30,12 +30,11 @@ _ROWS, _TOKENS = 64, 1024
 CARD = """\
 ---
 library_name: transformers
-tags: [reinforcement-learning, qerl-pl]
+tags: [{tags}, qerl-pl]
 ---
 # {run}
 
-A model that was trained with reinforcement learning by qerl-pl, with its LoRA adapter merged into the weights of
-`{base}` ({form}).
+A model that was trained with {method} by qerl-pl, with its LoRA adapter merged into the weights of `{base}` ({form}).
 
 ## Drift
 
@@ -91,7 +90,7 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
         text = "Not measured: the run kept no completions." if drift is None else str(drift)
         if drift is not None:
             (temporary / DRIFT_FILE).write_text(json.dumps(asdict(drift), indent=2) + "\n", encoding="utf-8")
-        about = {"drift": text, "prompts": prompts(run), "evidence": evidence(run)}
+        about = {**training(run), "drift": text, "prompts": prompts(run), "evidence": evidence(run)}
         card = CARD.format(run=run.resolve().name, base=policy.base, form=form, **about)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return drift

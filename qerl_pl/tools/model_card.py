@@ -10,16 +10,17 @@ from qerl_pl.common.run_folder import date_in, plain_yaml
 from qerl_pl.model.files import CONFIG, read_json
 from qerl_pl.policy.lora import LoraSettings
 from qerl_pl.results.curves import read_curves, summarize
+from qerl_pl.settings.teacher import DENSE
 from qerl_pl.tools.page.verdicts import verdicts
 
 CARD = """\
 ---
 library_name: peft
-tags: [lora, reinforcement-learning, qerl-pl]
+tags: [lora, {tags}, qerl-pl]
 ---
 # {run}
 
-A LoRA adapter that was trained with reinforcement learning by qerl-pl.
+A LoRA adapter that was trained with {method} by qerl-pl.
 
 | | |
 |---|---|
@@ -67,6 +68,7 @@ def model_card(checkpoint: Mapping[str, Any], settings: LoraSettings, *, base: s
     rank, alpha, targets, rslora = settings.filled_in()
     return CARD.format(
         run=run.resolve().name,
+        **training(run),
         prompts=prompts(run),
         evidence=evidence(run),
         folder=folder,
@@ -90,6 +92,20 @@ def _loading(base: str) -> str:
     quantization = read_json(config).get("quantization_config") or {} if config.is_file() else {}
     packed = quantization.get("quant_method") == "compressed-tensors"
     return (LOADING_UNPACKED if packed else LOADING).format(base=base)
+
+
+def training(run: Path) -> dict[str, str]:
+    """Return the ``method`` by which a run trained its policy, in words, and the ``tags`` of a model card that name
+    it."""
+    model = plain_yaml(run / "config.yaml").get("model") or {}
+    methods = {}
+    if any(reward.get("weight", 1.0) for reward in model.get("rewards") or ()) or not model.get("teacher"):
+        methods["reinforcement-learning"] = "reinforcement learning"
+    if model.get("teacher"):
+        teacher = model["teacher"]["base"]
+        source = "the base before it was quantised" if teacher == DENSE else f"`{teacher}`"
+        methods["distillation"] = f"distillation from {source}"
+    return {"method": " and ".join(methods.values()), "tags": ", ".join(methods)}
 
 
 def prompts(run: Path) -> str:
