@@ -29,8 +29,9 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as raised:
         write_whole(path, "new")
+    assert in_words(raised.value).startswith(f"{path}: the disk is full: free some space")
     assert [file.name for file in tmp_path.iterdir()] == ["c.json"]
     assert path.read_bytes() == b"old"
 

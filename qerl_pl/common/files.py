@@ -75,7 +75,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replace a file atomically, and create its folder. The context yields a path in the same folder, to which the
     caller writes. This file is renamed to ``path`` when its bytes are on the disk, and removed after an error. So a
     full disk, a killed process or a power failure leaves the old file unchanged. Raises OSError if ``path`` is no
-    regular file."""
+    regular file. If the operating system's error does not say to which file it belongs, it gets the name ``path``."""
     target = replaceable(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".tmp")
@@ -84,8 +84,10 @@ def replacing(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
 
 

@@ -5,6 +5,7 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 """Names of a run's last checkpoint, and of the one before it."""
 FOLDERS = ("checkpoints", "completions")
 FILES = ("config.yaml", ".lock")
+PROBE = 4096  # bytes that are written as a test of whether the disk is full, which also finds a quota that is used up
 LOCK = ".lock"
 """File in a run's folder that a process locks while it trains there."""
 
@@ -64,12 +66,19 @@ def run_folder(text: str) -> str:
 def check_places(run: Path, *, trains: bool = True) -> None:
     """Check, before the model is loaded, that a run can write its files into its folder, which need not exist yet.
     Raises ValueError if the folder, or a subfolder of a run that trains (``trains``), cannot be written to, or if
-    something else is where the run needs a folder or regular file."""
+    something else is where the run needs a folder or regular file; and OSError if the disk is full."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
         kind = "which cannot be written to" if exists.is_dir() else "which is no folder"
         raise ValueError(f"run_dir is {run}, in {exists}, {kind}; choose another folder with --run_dir")
+    try:
+        with TemporaryFile(dir=exists) as file:
+            file.write(bytes(PROBE))
+            file.flush()
+    except OSError as error:
+        error.filename = str(run)
+        raise
     for name in FOLDERS:
         if os.path.lexists(run / name) and not (run / name).is_dir():
             raise ValueError(f"{run / name} is no folder, and the run needs one there: move it away")

@@ -3,6 +3,7 @@ anything."""
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from argparse import ArgumentTypeError
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from datamodules.rows import Row
 from qerl_pl.base.folder import base_folder
+from qerl_pl.common.files import in_words
 from qerl_pl.common.run_folder import check_places, run_files, run_folder
 from qerl_pl.model.files import Checkpoint
 from qerl_pl.tools.options import output_folder
@@ -43,6 +45,18 @@ def test_a_file_where_the_run_needs_a_folder_is_refused(tmp_path, name):
     (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match=f"{name} is no folder"):
         check_places(tmp_path)
+
+
+def test_a_full_disk_is_named_before_anything_is_loaded(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a write beyond it fails, as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            check_places(tmp_path / "new" / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert in_words(raised.value).startswith(f"{tmp_path}/new/run: a file may not become this large here")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "completions"])
