@@ -5,6 +5,7 @@ import inspect
 import os
 import pkgutil
 import signal
+import socket
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ from qerl_pl.common.run_folder import check_places, keep_metrics, run_folder, ru
 from qerl_pl.evaluation.evaluation import OF_ROWS
 from qerl_pl.module import QeRLModule
 from qerl_pl.quant.families import check_length
+from qerl_pl.results.curves import read_scalars
 from qerl_pl.settings.changes import keep_old_config
 from qerl_pl.settings.trainer import check_trainer
 
@@ -133,10 +135,20 @@ class QeRLCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except BaseException as error:
+            self._remove_empty_curves()
             # After Ctrl-C, Lightning raises SystemExit(1), but the program's exit status has to be 130.
             if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
+
+    def _remove_empty_curves(self) -> None:
+        """Remove the event files of this process that hold no value, which Lightning creates before settings and data
+        are checked: a start that ends with an error would leave a run without curves in TensorBoard."""
+        for logger in self.trainer.loggers:
+            folder = Path(logger.log_dir) if isinstance(logger, TensorBoardLogger) else None
+            for path in folder.glob(f"events.out.tfevents.*.{socket.gethostname()}.{os.getpid()}.*") if folder else ():
+                if read_scalars(path) == ([], 0):
+                    path.unlink()
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         text = "folder of the run (default: runs/ and the names of the -c files); each evaluation has a folder in it"

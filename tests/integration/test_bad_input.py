@@ -8,10 +8,12 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from safetensors.torch import load_file, save_file
 
+from qerl_pl.results.curves import read_curves
 from qerl_pl.tools.export import export_adapter
-from tests.integration.conftest import IN_BACKGROUND, launch, load_last
+from tests.integration.conftest import IN_BACKGROUND, SHORT, launch, load_last
 
 
 def test_a_run_too_short_for_its_noise_is_refused_before_the_base_is_read(run, bases, tmp_path):
@@ -49,6 +51,37 @@ def test_a_base_with_a_norm_in_whole_numbers_is_refused(run, bases, tmp_path, ki
         save_file(tensors | whole, file)
     with pytest.raises(ValueError, match=r"model\.norm\.weight is (torch\.int8|I8) \[128\]"):
         run("fit", tmp_path / "run", "--model.base", str(base))
+
+
+def test_a_start_that_is_refused_leaves_no_empty_curves(run, tmp_path):
+    """Lightning opens the event file before data and base are checked."""
+    for more in (("--data.batch_size", "100"), ("--model.lora.targets", "[none]"), ("--data.max_prompt_tokens", "4")):
+        with pytest.raises(ValueError, match=more[0].removeprefix("--")):
+            run("fit", tmp_path / "run", *more)
+    assert not list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+def test_a_start_that_is_refused_keeps_the_curves_of_the_starts_before(run, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    files = {path: path.read_bytes() for path in folder.glob("events.out.tfevents.*")}
+    assert files
+    with pytest.raises(ValueError, match="another run"):
+        run("fit", folder, "--ckpt_path", "last", "--model.lora.rank", "8")
+    assert {path: path.read_bytes() for path in folder.glob("events.out.tfevents.*")} == files
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_keeps_its_curves(run, tmp_path, monkeypatch):
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                raise ValueError("later")
+
+    monkeypatch.setattr("tests.integration.toy.Failing", Failing, raising=False)
+    with pytest.raises(ValueError, match="later"):
+        run("fit", tmp_path, *SHORT, "--trainer.callbacks+=tests.integration.toy.Failing")
+    assert read_curves(tmp_path)["train/reward"].steps == [0]
 
 
 @pytest.mark.slow
