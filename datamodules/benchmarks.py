@@ -20,7 +20,7 @@ class Benchmark:
 
     Args:
         name: name of the benchmark: math500, aime24, aime25 or amc23.
-        path: a .jsonl or .parquet file or a hub name, with the columns of the published data set; None reads the
+        path: a .jsonl or .parquet file or a hub name, with the columns of the published data set; null reads the
             published data set from the hub.
         bad_rows: "refuse" ends the run at a row that cannot be used; "drop" leaves such rows out and counts them.
     """

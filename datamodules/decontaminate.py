@@ -38,7 +38,7 @@ class Decontaminated:
         num_words: number of consecutive shared words at which a problem is left out: 13 as in GPT-3 (arXiv 2005.14165,
             appendix C). A smaller number finds more overlaps, of which more are due to chance. An evaluation question
             with fewer words only matches a training question with exactly the same words.
-        report_path: JSON Lines file to which removed problems are written, each with the shared words; None writes no
+        report_path: JSON Lines file to which removed problems are written, each with the shared words; null writes no
             file.
     """
 

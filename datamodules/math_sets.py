@@ -27,7 +27,7 @@ def big_math(
             is a file, the argument is not used.
         path: data set with the columns prompt, solution and, for solve_rate, llama8b_solve_rate.
         solve_rate: only problems are used that Llama-3.1-8B solved in a share of its attempts between these two
-            numbers, because problems that are always or never solved teach nothing. None uses all problems.
+            numbers, because problems that are always or never solved teach nothing; null uses all problems.
     """
     return Table(
         path,
@@ -79,7 +79,7 @@ def math(
     of the solution.
 
     Args:
-        levels: difficulties, from 1 to 5, of the training problems that are used; None uses all.
+        levels: difficulties, from 1 to 5, of the training problems that are used; null uses all.
         train_path: data set with the columns problem, level ("Level 5") and solution.
         validation_path: data set with the test split, in the same columns; all its levels are used.
     """

@@ -53,12 +53,12 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: longest prompt in tokens, including the chat template.
         max_dropped_share: share of the prompts that may be dropped for their length, and share that may be dropped for
             special tokens; if more would be dropped, the run does not start.
-        system_prompt: text of a system turn for problems without one; None adds none.
+        system_prompt: text of a system turn for problems without one; null adds none.
         question_template: text of the user turn; ``{question}`` is replaced by the question, other braces stay.
         template_arguments: further variables of the chat template, e.g. ``{enable_thinking: false}``; a variable that
             the template does not read is refused.
         date: date, in ISO form, that the chat template writes into prompts if it reads the clock (``strftime_now``);
-            None takes today's. The command line keeps the date of a run's first start, so that a resumed run and
+            null takes today's. The command line keeps the date of a run's first start, so that a resumed run and
             evaluations of its checkpoints have the same prompts on any day and in any time zone and locale.
         stop: strings that end a completion in training and evaluation, e.g. ``["</answer>"]``, in addition to the
             model's end tokens; the string is part of the completion, which counts as finished. A string that can never
@@ -68,7 +68,7 @@ class PromptDataModule(LightningDataModule):
         held_out: number of training problems that are held out for validation; 0: the source's validation problems are
             used. They are chosen by a hash of the question, so they are the same in every run. Training problems that
             share 13 consecutive words with one of them are removed.
-        val_limit: only this many validation problems are used, the first ones; None uses all.
+        val_limit: only this many validation problems are used, the first ones; null uses all.
         val_batch_size: prompts per validation batch on each rank.
         seed: seed of the order of training prompts.
 

@@ -21,20 +21,20 @@ class Table:
     Args:
         train_path: a file of JSON lines (.jsonl, .ndjson, .json) or a .parquet file, a pattern such as
             ``data/*.parquet``, a hub name such as ``openai/gsm8k``, or a list of these.
-        validation_path: the same for the validation rows; None takes a share of the training rows.
+        validation_path: the same for the validation rows; null takes a share of the training rows.
         validation_share: share of the training rows used for validation if there is no validation_path. The rows are
             chosen by a hash of the question, so the choice is the same in every run and for any order of the rows.
         question: column of the question, or of a list of messages, ``[{"role": "user", "content": "..."}]``, which may
-            be stored as JSON text. If several columns are named, their texts are joined by line breaks. None: the
+            be stored as JSON text. If several columns are named, their texts are joined by line breaks; null: the
             column ``question``, or ``prompt`` in a row without a ``question``.
-        answer: column of the verifiable answer: a text, a number, or a list of one of these; None if the reward needs
+        answer: column of the verifiable answer: a text, a number, or a list of one of these; null if the reward needs
             no answer.
         marker: what marks the final answer if the answer column holds a worked solution: "boxed" (``\\boxed{}``) or
-            "hash" (``####``); None: the column holds the answer alone.
+            "hash" (``####``); null: the column holds the answer alone.
         subset: subset of a hub data set.
         train_split: split of a hub data set.
         validation_split: split of a hub data set.
-        system: column with each row's system prompt, where null means none; None: the table has no such column.
+        system: column with each row's system prompt, or null in a row without one; null: there is no such column.
         only: maps a column to the values that training rows may have there, e.g. ``{level: [4, 5], verified: [true]}``.
             A row with null is left out.
         between: maps a column to the lowest and the highest number that training rows may have there, e.g.

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import pkgutil
 import re
 import sys
@@ -55,7 +56,7 @@ def settings() -> str:
     defaults = {
         name: "see configs/base.yaml" if isinstance(value, dict | list) else value for name, value in base.items()
     }
-    meanings = {name: f"leave it at {usable}: {instead}." for name, (usable, instead) in UNUSABLE.items()}
+    meanings = {name: f"leave it at {json.dumps(usable)}: {instead}." for name, (usable, instead) in UNUSABLE.items()}
     text += table(Trainer, "trainer.", {}, defaults=defaults, meanings=meanings)
     nested["WeightedReward"] = WeightedReward
     for title, place, package, kind in (

@@ -1,5 +1,6 @@
 """Check the YAML section ``trainer`` for what does not work here, before Lightning's Trainer is built."""
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,7 @@ def check_trainer(trainer: Mapping[str, Any], *, command: str) -> None:
     for name, (usable, instead) in UNUSABLE.items():
         value = trainer.get(name, usable)
         if value is not None and value != usable:
-            raise ValueError(f"trainer.{name} is {value}; leave it at {usable}: {instead}")
+            raise ValueError(f"trainer.{name} is {value}; leave it at {json.dumps(usable)}: {instead}")
     plugins = trainer.get("plugins", [{"class_path": CHECKPOINTS}])
     plugin_list = plugins if isinstance(plugins, list) else [plugins]
     if not any(getattr(plugin, "get", {}.get)("class_path") == CHECKPOINTS for plugin in plugin_list):

@@ -61,15 +61,15 @@ class VLLMEngine:
 
     Args:
         dtype: compute dtype; "auto" means the policy's.
-        kv_cache_bytes: size of the KV cache. None: enough for max_num_seqs sequences of the longest length, but at most
+        kv_cache_bytes: size of the KV cache. null: enough for max_num_seqs sequences of the longest length, but at most
             what the trainer's prediction of GPU memory leaves (training on a GPU), half of the free memory (otherwise
             on a GPU) or 4 GiB (on a CPU). If the cache is full, vLLM preempts the newest sequences and recomputes their
             keys and values later.
         max_num_seqs: largest number of sequences that are sampled at the same time.
-        max_num_batched_tokens: largest number of tokens in one forward pass; None: 8192 on a GPU, vLLM's default on a
+        max_num_batched_tokens: largest number of tokens in one forward pass; null: 8192 on a GPU, vLLM's default on a
             CPU.
         enforce_eager: use no CUDA graphs and no compilation, which starts faster and samples slower.
-        block_size: tokens per block of the KV cache; None means vLLM's default.
+        block_size: tokens per block of the KV cache; null means vLLM's default.
         enable_prefix_caching: share the KV cache of a prompt among its completions; no effect with recurrent layers.
         kv_cache_dtype: dtype of the KV cache, e.g. "fp8"; "auto" means the compute dtype.
         sleep_level: GPU memory that is freed while the trainer works. 0: the KV cache, unless the GPU has memory to
