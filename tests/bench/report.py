@@ -163,7 +163,7 @@ def at_one_commit(lines: list[Line], first: str, second: str) -> dict[tuple[str,
     both = {key: (kinds[first], kinds[second]) for key, kinds in engines.items() if {first, second} <= {*kinds}}
     gpus = {model: gpu for model, _, gpu, _ in both}
     pairs = {(model, count): pair for (model, count, gpu, _), pair in both.items() if gpu == gpus[model]}
-    return {key: pairs[key] for key in sorted(pairs, key=lambda key: (*_by_size(key[0]), key[1]))}
+    return {key: pairs[key] for key in sorted(pairs, key=lambda key: (*by_size(key[0]), key[1]))}
 
 
 def rollouts(lines: list[Line]) -> list[Line]:
@@ -360,13 +360,14 @@ def _policy(line: Line) -> str:
     return ", ".join(filter(None, [*parts, "plain" if shape.get("plain") else ""]))
 
 
-def _by_size(model: str) -> tuple[bool, float]:
-    """Return a key by which dense models come first, and then smaller ones: 0.5B, 7B, 14B, 30B-A3B."""
-    return "-" in model, float(model.split("B")[0])
+def by_size(model: str) -> tuple[bool, float]:
+    """Return a key by which dense models come first, and then smaller ones: tiny, 0.5B, 7B, 14B, 30B-A3B."""
+    billions = model.partition("B")[0]
+    return "-" in model, float(billions) if billions[0].isdigit() else 0.0
 
 
 def _model_size(line: Line) -> tuple[bool, float]:
-    return _by_size(line["shape"]["model"])
+    return by_size(line["shape"]["model"])
 
 
 def _variant(line: Line) -> str:

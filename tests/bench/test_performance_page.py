@@ -2,7 +2,8 @@
 
 import re
 
-from tests.bench.report import PAGE, README, TABLES, headline_table, page, results, with_speeds
+from tests.bench.report import PAGE, README, TABLES, by_size, headline_table, page, results, with_speeds
+from tests.random_models import MODELS
 
 
 def test_the_page_is_what_the_script_makes_of_the_results():
@@ -42,3 +43,9 @@ def test_rollouts_with_drafts_stand_next_to_the_same_ones_without():
     chosen = table.select(lines)
     assert [line["plain_s"] for line in chosen] == [3.0]
     assert table.markdown(chosen).splitlines()[-1] == "| small | nvfp4 | 16 x 8 | 1.0 | 0.30 | 3.00 | 2.00 | 1.50 |"
+
+
+def test_every_model_that_a_benchmark_can_have_is_sorted_by_its_size():
+    ordered = sorted(MODELS, key=by_size)
+    assert ordered[:2] == ["tiny", "0.5B"]
+    assert ordered.index("7B") < ordered.index("14B") < ordered.index("30B-A3B")
