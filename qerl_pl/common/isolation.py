@@ -2,8 +2,9 @@
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 
@@ -12,19 +13,34 @@ def loaded(package: str) -> Any:
     return sys.modules.get(package)
 
 
+def rng_restorer() -> Callable[[], None]:
+    """Return a function that sets the global random states of Python and, if imported, of NumPy and torch (CPU and
+    current GPU) to their present values."""
+    torch, numpy = loaded("torch"), loaded("numpy")
+    parts = [partial(random.setstate, random.getstate())]
+    if numpy is not None:
+        parts.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    if torch is not None:
+        parts.append(partial(torch.set_rng_state, torch.get_rng_state()))
+        if torch.cuda.is_available():
+            device = torch.cuda.current_device()
+            parts.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+
+    def restore() -> None:
+        for part in parts:
+            part()
+
+    return restore
+
+
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore, at the end of the context, the global random states of Python and, if imported, of NumPy and torch (CPU
-    and current GPU)."""
-    torch, numpy = loaded("torch"), loaded("numpy")
-    with ExitStack() as after:
-        after.callback(random.setstate, random.getstate())
-        if numpy is not None:
-            after.callback(numpy.random.set_state, numpy.random.get_state())
-        if torch is not None:
-            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-            after.enter_context(torch.random.fork_rng(devices=devices))
+    """Restore the states of ``rng_restorer`` at the end of the context."""
+    restore = rng_restorer()
+    try:
         yield
+    finally:
+        restore()
 
 
 @contextmanager

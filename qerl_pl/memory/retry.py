@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from qerl_pl.common.isolation import rng_restorer
+
 T = TypeVar("T")
 LESS_TOKENS = "lower model.sampling.max_tokens"
 """Advice for the user if even one row needs too much memory in a pass."""
@@ -31,7 +33,7 @@ class MicroBatchBudget:
         advice: str = LESS_TOKENS,
     ) -> T:
         """Call ``work(tokens)``; if GPU memory runs out, call ``undo`` and then ``work`` again with settings that need
-        less memory. Each call begins with the same random state of torch, so a pass that is repeated unchanged has the
+        less memory. Each call begins with the same random states, so a pass that is repeated unchanged has the
         same dropout and the same result. Raises RuntimeError if memory runs out even with one row per pass.
 
         Args:
@@ -44,7 +46,7 @@ class MicroBatchBudget:
                 cannot be raised, so that the tokens per pass are halved instead.
             advice: what the user can do if memory runs out even with one row per pass, for the error message.
         """
-        restore_rng = _rng_restorer()
+        restore_rng = rng_restorer()
         while True:
             tokens = max(self.tokens, longest)
             try:
@@ -72,16 +74,3 @@ class MicroBatchBudget:
                 f"out of memory with {tokens} tokens in a pass: going on with {change}", RuntimeWarning, stacklevel=2
             )
             restore_rng()  # at last, because a user's engine may draw random numbers when it frees its cache
-
-
-def _rng_restorer() -> Callable[[], None]:
-    """Return a function that sets the random states of torch, on the CPU and the current GPU, to their present
-    values."""
-    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-    def restore() -> None:
-        torch.set_rng_state(on_cpu)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
-
-    return restore
