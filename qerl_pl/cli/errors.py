@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from qerl_pl.cli.other_folders import module_elsewhere, path_elsewhere
-from qerl_pl.cli.other_names import OTHER_NAMES
+from qerl_pl.cli.other_names import usual_setting
 from qerl_pl.cli.yaml_files import BASE_CONFIG, FOLLOWING, config_files, follows
 from qerl_pl.common.packages import not_installed
 from qerl_pl.common.run_folder import plain_yaml
@@ -284,7 +284,7 @@ def _where(pattern: str, arguments: Sequence[str]) -> str:
 def _unknown_key(key: str, keys: Sequence[str], arguments: Sequence[str]) -> str:
     leaf = key.rpartition(".")[2]
     files = [argument for path in config_files(arguments) if _has(path, key) for argument in ("-c", str(path))]
-    if usual := OTHER_NAMES.get(leaf.replace("-", "_")):
+    if usual := usual_setting(leaf):
         near = [usual]
     else:
         near = [other for other in keys if other.rpartition(".")[2] == leaf][:1]  # right name, wrong section

@@ -52,3 +52,8 @@ OTHER_NAMES = {
     "vllm_importance_sampling_clip_min": "model.objective.correction_low",
 }
 """Maps names of settings in other programs to this program's, which error messages suggest."""
+
+
+def usual_setting(key: str) -> str | None:
+    """Return the setting of this program that another program calls ``key``, which may have hyphens or end with "+"."""
+    return OTHER_NAMES.get(key.removesuffix("+").replace("-", "_"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from qerl_pl.cli.other_names import OTHER_NAMES
+from qerl_pl.cli.other_names import usual_setting
 
 FOLDER = Path(__file__).parents[2] / "configs"
 """Folder of the shipped configurations, next to ``qerl_pl`` in the repository and in a wheel."""
@@ -119,7 +119,7 @@ def check_yaml(path: Path) -> None:
     root = mapping_in(path, expected=f"settings as `key: value`, at the top {', '.join(KEYS)}")
     for key, value in root.value:
         if key.value not in KEYS:
-            usual = OTHER_NAMES.get(key.value.removesuffix("+").replace("-", "_"))
+            usual = usual_setting(key.value)
             near = [usual] if usual else get_close_matches(key.value, KEYS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(KEYS)}"
             raise ValueError(f"{_place(path, key)}: {key.value!r} is no setting; {hint}")
