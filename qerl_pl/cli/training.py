@@ -144,9 +144,10 @@ class QeRLCLI(LightningCLI):
     def _remove_empty_curves(self) -> None:
         """Remove the event files of this process that hold no value, which Lightning creates before settings and data
         are checked: a start that ends with an error would leave a run without curves in TensorBoard."""
-        for logger in self.trainer.loggers:
-            folder = Path(logger.log_dir) if isinstance(logger, TensorBoardLogger) else None
-            for path in folder.glob(f"events.out.tfevents.*.{socket.gethostname()}.{os.getpid()}.*") if folder else ():
+        of_process = f"events.out.tfevents.*.{socket.gethostname()}.{os.getpid()}.*"
+        folders = [Path(logger.log_dir) for logger in self.trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        for folder in folders:
+            for path in folder.glob(of_process):
                 if read_scalars(path) == ([], 0):
                     path.unlink()
 
