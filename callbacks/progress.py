@@ -18,11 +18,9 @@ from typing_extensions import override
 
 from qerl_pl.common import ranks
 from qerl_pl.common.checks import require_at_least
-from qerl_pl.common.phases import Phase, phase
+from qerl_pl.common.phases import Phase, bar_on_stdout, phase
 from qerl_pl.common.program import called_as
 from qerl_pl.module import QeRLModule
-
-BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
 
 
 class Progress(Callback):
@@ -31,8 +29,8 @@ class Progress(Callback):
     On a terminal, one line is updated, and a second one during validation; messages of the program are printed above
     them. In a job's log or a file there is one line per rollout, with seconds instead of entropy, and further lines
     while the first rollout or a validation lasts. While vLLM samples for long, it shows how many completions are
-    finished (``qerl_pl.rollout.vllm.finished``). The reward is the mean over the scored completions of all ranks. The
-    remaining time is computed from the mean time per rollout, validations included, since this process started to
+    finished (``qerl_pl.rollout.vllm.sampling_bar``). The reward is the mean over the scored completions of all ranks.
+    The remaining time is computed from the mean time per rollout, validations included, since this process started to
     train. Each validation leaves a line with its reward and accuracy, and a complete run ends with the command that
     reports on it, if it has the files of TensorBoard's logger. A start that finds all rollouts done says so, and how to
     train longer. Lightning's own bar counts epochs and optimizer steps, so configs/base.yaml turns it off
@@ -68,7 +66,7 @@ class Progress(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._first, self._start, self._trains = pl_module.rollout_index, time.perf_counter(), True
         if _has_terminal(trainer):
-            self._rollouts = _bar("rollouts", pl_module.num_rollouts, initial=self._first, leave=True)
+            self._rollouts = bar_on_stdout("rollouts", pl_module.num_rollouts, initial=self._first, leave=True)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: QeRLModule, *_: Any) -> None:
@@ -167,7 +165,7 @@ class Progress(Callback):
         total = sum(batches) if isinstance(batches, list) else batches
         self._waits.close()
         if _has_terminal(trainer):
-            bar = _bar(f"{what}, batches", total, leave=trainer.state.fn != "fit")
+            bar = bar_on_stdout(f"{what}, batches", total, leave=trainer.state.fn != "fit")
             self._batches = self._waits.enter_context(closing(bar))
         else:
             self._batches = self._waits.enter_context(phase(what, total=int(total), unit="batches"))
@@ -190,8 +188,3 @@ def since_resume(first: int) -> str:
 
 def _has_terminal(trainer: Trainer) -> bool:
     return trainer.is_global_zero and sys.stdout.isatty()
-
-
-def _bar(description: str, total: float, *, leave: bool, initial: int = 0) -> tqdm[Any]:
-    options = {"bar_format": BAR, "file": sys.stdout, "dynamic_ncols": True, "smoothing": 0, "mininterval": 0}
-    return tqdm(desc=description, total=total, initial=initial, leave=leave, disable=False, **options)

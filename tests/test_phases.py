@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from qerl_pl.__main__ import COMMANDS, TRAINING
 from qerl_pl.common import phases
 from qerl_pl.common.phases import phase
-from qerl_pl.rollout.vllm import finished
+from qerl_pl.rollout.vllm.sampling_bar import sampling_bar
 from qerl_pl.tools.options import PARSERS
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +79,7 @@ def test_on_a_terminal_finished_completions_have_a_bar_which_short_calls_do_not_
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(phases, "FIRST_S", first_s)
-    with finished.counted(3) as use_tqdm:
+    with sampling_bar(3) as use_tqdm:
         prompts = [[1], [2], [3]]
         assert use_tqdm(prompts, desc="Rendering prompts") is prompts
         bar = use_tqdm(total=3, desc="Processed prompts", dynamic_ncols=True, postfix="0 toks/s")  # as vLLM calls it

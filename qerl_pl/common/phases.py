@@ -10,17 +10,22 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 FIRST_S = 3.0
 """Seconds after which a phase that has not ended is shown for the first time."""
 LINE_S = 4.0
 """Seconds between two lines about phases if stderr is not a terminal."""
 SELDOM_S = 60.0
-"""The same for phases that come again and again, such as the sampling of each rollout."""
+"""Seconds before the first line, and between two lines, of phases that come again and again, such as the sampling of
+each rollout."""
 REDRAW_S = 1.0
 """Seconds between two updates of the line that a terminal shows."""
 BAR = "{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit} {elapsed}, {remaining} left"
+BAR_OF_RUN = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left{postfix}"
 LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed}, {remaining} left"
 ERASE = "\r\x1b[K"
 
@@ -42,7 +47,7 @@ class _Silence:
 class Phase:
     """Piece of work that is shown to the user while it runs. ``what`` describes it, such as "loading the weights". If
     its progress can be counted, ``total`` is the number of its units, of which ``update`` counts those done, and
-    ``unit`` their name, "B" for bytes; otherwise ``total`` is None. ``seldom``: lines are ``SELDOM_S`` apart."""
+    ``unit`` their name, "B" for bytes; otherwise ``total`` is None. If ``seldom``, its lines are ``SELDOM_S`` apart."""
 
     def __init__(self, what: str, total: int | None = None, unit: str = "", *, seldom: bool = False) -> None:
         self.what, self.total, self.unit, self.seldom = what, total, unit, seldom
@@ -82,7 +87,7 @@ def phase(
     """Show on stderr, while the ``with`` block runs, what the block does. The arguments are those of ``Phase``. With
     ``at_once``, the phase is shown before the block begins; ``with`` blocks that import modules need this, because
     imports may keep the printing thread from running. With ``seldom``, lines in a job's log are a minute apart, also
-    from the begin of the block to the first line, unless the block runs within another phase.
+    from the beginning of the block to the first line, unless the block runs within another phase.
 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.
@@ -97,10 +102,11 @@ def phase(
         _Silence.since = current.started
     _running.append(current)
     terminal = current.stream is not None and current.stream.isatty()
-    if at_once and speaks():
+    is_heard = speaks()
+    if at_once and is_heard:
         _say(current, terminal)
     thread = threading.Thread(target=_repeat, args=(current, terminal), daemon=True, name="phase")
-    if speaks():
+    if is_heard:
         thread.start()
     try:
         yield current
@@ -108,7 +114,7 @@ def phase(
         current.ended.set()
         _running.remove(current)
         _Silence.ended = time.monotonic()
-        if thread.ident is not None:  # it was started
+        if is_heard:
             thread.join()
             if terminal and current.shown:
                 _write(current, ERASE)
@@ -120,6 +126,15 @@ def counted(items: Iterable[T], what: str, *, total: int, unit: str) -> Iterator
         for item in items:
             yield item
             current.update()
+
+
+def bar_on_stdout(description: str, total: float, **options: Any) -> tqdm[Any]:
+    """Create a progress bar for a terminal, which tqdm shows together with its other bars on stdout. ``options`` are
+    further arguments of tqdm."""
+    from tqdm import tqdm
+
+    usual = {"bar_format": BAR_OF_RUN, "dynamic_ncols": True, "smoothing": 0, "mininterval": 0}
+    return tqdm(desc=description, total=total, file=sys.stdout, disable=False, **{**usual, **options})
 
 
 def speaks() -> bool:
@@ -135,8 +150,10 @@ def _repeat(current: Phase, terminal: bool) -> None:
     while True:
         now = time.monotonic()
         silent = now - _Silence.since
-        first = min(now - current.started, silent) >= FIRST_S or silent >= LINE_S
-        first = now - current.started >= SELDOM_S if is_seldom else first
+        if is_seldom:
+            first = now - current.started >= SELDOM_S
+        else:
+            first = min(now - current.started, silent) >= FIRST_S or silent >= LINE_S
         due = silent >= every if current.shown else first
         if due and _running and _running[-1] is current:
             _say(current, terminal)

@@ -27,9 +27,10 @@ from qerl_pl.quant.nvfp4 import NVFP4
 from qerl_pl.rollout.base import Sampling
 from qerl_pl.rollout.checksums import checksums
 from qerl_pl.rollout.common import check_prompts, end_tokens, request_seeds, trained_norms
-from qerl_pl.rollout.vllm import finished, memory, patches, requests, setup, worker
+from qerl_pl.rollout.vllm import memory, patches, requests, setup, worker
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 from qerl_pl.rollout.vllm.launch import launch
+from qerl_pl.rollout.vllm.sampling_bar import sampling_bar
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -229,7 +230,7 @@ class VLLMEngine:
         seeds = request_seeds(prompts, copies, seed)
         params = requests.sampling_params(sampling, seeds, self._end_tokens)
         self._scheduler().forget()  # drop what remains of an earlier call that failed
-        with finished.counted(len(params)) as bar:
+        with sampling_bar(len(params)) as bar:
             rows = [prompt for prompt in prompts for _ in range(copies)]
             outputs = self._run(rows, params, adapter=adapter, bar=bar)
         logprobs, routes = self._scheduler().take_logprobs(), self._scheduler().take_routes()

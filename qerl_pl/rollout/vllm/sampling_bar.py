@@ -5,13 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm import tqdm
-
 from qerl_pl.common import phases
-from qerl_pl.common.phases import phase
 
 WHAT = "sampling"
-BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}, {remaining} left"
 
 
 class Counter:
@@ -34,7 +30,7 @@ class Counter:
 
 
 @contextmanager
-def counted(number: int) -> Iterator[Callable[..., Any]]:
+def sampling_bar(number: int) -> Iterator[Callable[..., Any]]:
     """Show how many of ``number`` completions are finished while the ``with`` block runs. Yields vLLM's argument
     ``use_tqdm``, a function that makes the bar which vLLM updates.
 
@@ -43,10 +39,9 @@ def counted(number: int) -> Iterator[Callable[..., Any]]:
     in a validation.
     """
     if sys.stdout.isatty() and phases.speaks():
-        how = {"bar_format": BAR, "leave": False, "delay": phases.FIRST_S, "dynamic_ncols": True, "disable": False}
-        shown: Any = tqdm(desc=WHAT, total=number, file=sys.stdout, **how)
+        shown: Any = phases.bar_on_stdout(WHAT, number, leave=False, delay=phases.FIRST_S, mininterval=0.1)
     else:
-        shown = phase(WHAT, total=number, unit="completions", seldom=True)
+        shown = phases.phase(WHAT, total=number, unit="completions", seldom=True)
     with shown as current:
         counter = Counter(current.update)
         # vLLM also calls this function with the prompts, to show how many of them it has read, which takes no time.
