@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -361,3 +361,19 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
         raise ValueError(
             "this checkpoint is of another run; start in a new --run_dir or set back:\n  " + "\n  ".join(differences)
         )
+
+
+def tokens_as_before(before: int, now: int) -> int:
+    """Choose the limit on the tokens of a training pass in a resumed run: ``before``, as before the interruption, or
+    ``now``, for which there is memory, if that is less. In other micro-batches sums would be rounded in another way, so
+    the resumed run would not equal one that was never interrupted; if the limit is lower, there is a warning."""
+    if before > now:
+        rank_zero_warn(
+            f"there is memory for {now} tokens in a pass, and before the interruption a pass had up to {before}: the "
+            "run goes on, but its last bits may differ from those of a run that was never interrupted"
+        )
+    elif before < now:
+        rank_zero_info(
+            f"a pass has up to {before} tokens, as before the interruption; model.micro_batch_tokens sets another limit"
+        )
+    return min(before, now)

@@ -23,7 +23,14 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer
 
-from qerl_pl.checkpoint import adapter_of, check_identity, check_training_state, identity_of, run_identity
+from qerl_pl.checkpoint import (
+    adapter_of,
+    check_identity,
+    check_training_state,
+    identity_of,
+    run_identity,
+    tokens_as_before,
+)
 from qerl_pl.common.metrics import Stopwatch
 from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
@@ -389,31 +396,13 @@ class QeRLModule(LightningModule):
             check_training_state(checkpoint, max_steps=self.trainer.max_steps)
             check_groups(checkpoint["optimizer_states"], parameter_groups(self.parameters()))
             self._settings_before = checkpoint.get("optimizer_settings")
-            if self.settings.micro_batch_tokens is None:
-                self._go_on_with(checkpoint.get("micro_batch_tokens"))
+            before = checkpoint.get("micro_batch_tokens")  # None in checkpoints of earlier versions
+            if self.settings.micro_batch_tokens is None and isinstance(before, int):
+                self.micro_batch_tokens = tokens_as_before(before, self.micro_batch_tokens)
         checkpoint.get("callbacks", {}).pop(Timer.__qualname__, None)  # trainer.max_time counts from 0 in every start
         self.policy.load_adapter_state(adapter_of(checkpoint))
         self.policy.start = checkpoint.get("start")
         checkpoint["state_dict"] = {}
-
-    def _go_on_with(self, before: object) -> None:
-        """Use micro-batches as large as before an interruption, ``before`` tokens, if they are not larger than those
-        for which there is memory now. In other micro-batches, sums would be rounded in another way, so the resumed run
-        would not equal one that was never interrupted."""
-        if not isinstance(before, int) or before == self.micro_batch_tokens:
-            return  # checkpoints of earlier versions do not say it
-        if before > self.micro_batch_tokens:
-            rank_zero_warn(
-                f"there is memory for {self.micro_batch_tokens} tokens in a pass, and before the interruption a pass "
-                f"had up to {before}: the run goes on, but its last bits may differ from those of a run that was never "
-                "interrupted"
-            )
-        else:
-            rank_zero_info(
-                f"a pass has up to {before} tokens, as before the interruption; model.micro_batch_tokens sets another "
-                "limit"
-            )
-            self.micro_batch_tokens = before
 
     def start_engine(self) -> None:
         """Start the rollout engine, if it is not running, and tell the loop the policy's end tokens and experts."""
