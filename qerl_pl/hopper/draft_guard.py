@@ -37,24 +37,36 @@ def by_class(counts: DraftCounts) -> list[list[int]]:
 def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> list[list[int]]:
     """Add the speculation counts of the last rollout, ``new``, to three quarters of the sum over earlier rollouts,
     ``history``, so that old counts fade. Both have one row per class of decoding steps (``CLASSES``): drafted tokens,
-    verifications, and resulting tokens. An empty ``history`` means zeros. A class of steps without speculation gets no
-    new counts, so its verifications fall below ``KNOWN`` after some rollouts. Speculation is then tried again, because
-    the policy's entropy may have changed."""
-    before = history or [[0, 0, 0]] * len(CLASSES)
+    verifications, and resulting tokens. A class of steps without speculation gets no new counts, so its verifications
+    fall below ``KNOWN`` after some rollouts. Speculation is then tried again, because the policy's entropy may have
+    changed."""
     return [
-        [3 * old // 4 + number for old, number in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)
+        [3 * old // 4 + number for old, number in zip(*rows, strict=True)]
+        for rows in zip(_with_all_classes(history), new, strict=True)
     ]
 
 
-def drafts_by_sequences(history: Sequence[Sequence[int]], max_num_seqs: int) -> list[int]:
-    """Decide how many tokens are drafted for each sequence of a decoding step. ``history`` has the sums of earlier
-    rollouts' counts that ``remembered`` returns. Entry n of the result is the number for steps with n sequences, where
-    n is at most ``max_num_seqs``."""
+def _with_all_classes(history: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Append zeros for classes that are missing in ``history``, which is empty before the first rollout, and shorter
+    in a checkpoint of a release that had no drafts at so many sequences."""
+    return [*history, *[[0, 0, 0]] * (len(CLASSES) - len(history))]
+
+
+def drafts_by_sequences(history: Sequence[Sequence[int]], max_num_seqs: int, *, graph_tokens: int) -> list[int]:
+    """Decide how many tokens are drafted for each sequence of a decoding step. Entry n of the result is the number for
+    steps with n sequences, where n is at most ``max_num_seqs``.
+
+    Args:
+        history: sums of earlier rollouts' counts that ``remembered`` returns; empty if there are none.
+        max_num_seqs: largest number of sequences of a step.
+        graph_tokens: largest number of tokens of a step that runs entirely as a CUDA graph. A step that would have more
+            tokens with drafts has no drafts, because the host would take longer to launch its kernels than drafts save.
+    """
     table = [0] * (max(max_num_seqs, CLASSES[-1]) + 1)
     first = 1
-    for last, (_, verifications, tokens) in zip(CLASSES, history or [[0, 0, 0]] * len(CLASSES), strict=True):
+    for last, (_, verifications, tokens) in zip(CLASSES, _with_all_classes(history), strict=True):
         drafts = next(number for most, number in DRAFTS_BY_SEQUENCES if last <= most)
         if verifications < KNOWN or tokens > VERIFICATION[last][drafts] * verifications:
             table[first : last + 1] = [drafts] * (last + 1 - first)
         first = last + 1
-    return table[: max_num_seqs + 1]
+    return [drafts * (num * (1 + drafts) <= graph_tokens) for num, drafts in enumerate(table[: max_num_seqs + 1])]

@@ -19,10 +19,10 @@ GRAPH_SEQUENCES, FEW_GRAPH_SEQUENCES = 512, 64
 logits: usually, the largest number for which vLLM itself captures graphs of the decoder blocks, and where memory is
 short. Where the host launches kernels one by one, it takes longer for a step than the GPU: with a 7B in steps of up to
 64 sequences, with a 0.5B also in steps of 256."""
-DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (32, 1))
+DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (64, 1))
 """Pairs (S, D) for speculative decoding, in ascending order of S: a decoding step of at most S sequences verifies D
-drafted tokens per sequence. The first pair that fits counts; with more sequences, no tokens are drafted. No step with
-drafts has more than ``FEW_GRAPH_SEQUENCES`` tokens."""
+drafted tokens per sequence. The first pair that fits counts. No tokens are drafted with more sequences, and none in
+steps that would have too many tokens with them to run as a CUDA graph."""
 CHECKED_TOKENS = 6144
 """Largest number of tokens of a pass in which the trainer checks completions while the engine is awake, so that it
 takes less memory than the engine's own passes."""

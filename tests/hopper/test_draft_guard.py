@@ -15,12 +15,13 @@ from callbacks.draft_guard import DraftGuard
 from qerl_pl import native
 from qerl_pl.hopper.costs import VERIFICATION
 from qerl_pl.hopper.draft_guard import CLASSES, KNOWN, by_class, drafts_by_sequences, remembered
-from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES
+from qerl_pl.memory.settings import DRAFTS_BY_SEQUENCES, FEW_GRAPH_SEQUENCES, GRAPH_SEQUENCES
 from qerl_pl.rollout.hf import TransformersEngine
 from qerl_pl.rollout.vllm import VLLMEngine
 from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 
-MOST = 40  # sequences
+MOST = 72  # sequences
+ALL = GRAPH_SEQUENCES  # tokens: all steps with drafts run as CUDA graphs
 NOTHING: Any = None
 
 
@@ -43,7 +44,7 @@ def some_counts(draw: random.Random) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(20))
 def test_drafts_are_where_they_pay_or_nothing_is_known(seed):
     history = some_counts(random.Random(seed))
-    table = drafts_by_sequences(history, MOST)
+    table = drafts_by_sequences(history, MOST, graph_tokens=ALL)
     assert len(table) == MOST + 1
     for sequences in range(1, MOST + 1):
         if sequences > CLASSES[-1]:
@@ -59,14 +60,31 @@ def test_each_number_of_sequences_has_a_cost_and_a_verification_is_never_free():
     for sequences in range(1, CLASSES[-1] + 1):
         assert VERIFICATION[class_of(sequences)][usual(sequences)] > 1
     no_draft_accepted = [[7 * KNOWN, KNOWN, KNOWN]] * len(CLASSES)
-    assert not any(drafts_by_sequences(no_draft_accepted, MOST))
+    assert not any(drafts_by_sequences(no_draft_accepted, MOST, graph_tokens=ALL))
     all_accepted = [[KNOWN, KNOWN, 2 * KNOWN]] * len(CLASSES)
-    assert drafts_by_sequences(all_accepted, MOST) == drafts_by_sequences([], MOST)
+    assert drafts_by_sequences(all_accepted, MOST, graph_tokens=ALL) == [0, *map(usual, range(1, MOST + 1))]
 
 
-@pytest.mark.parametrize("most", [1, 5, 32, 64])
+@pytest.mark.parametrize("most", [1, 5, 32, 64, 65])
 def test_the_table_ends_with_the_engine_s_most_sequences(most):
-    assert drafts_by_sequences([], most) == [0, *map(usual, range(1, most + 1))]
+    assert drafts_by_sequences([], most, graph_tokens=ALL) == [0, *map(usual, range(1, most + 1))]
+
+
+def test_steps_that_would_be_too_large_for_a_graph_have_no_drafts():
+    table = drafts_by_sequences([], MOST, graph_tokens=FEW_GRAPH_SEQUENCES)
+    for sequences, drafts in enumerate(table):
+        fits = sequences * (1 + usual(sequences)) <= FEW_GRAPH_SEQUENCES
+        assert drafts == (usual(sequences) if sequences and fits else 0)
+    assert table[FEW_GRAPH_SEQUENCES // 2] == 1
+    assert table[FEW_GRAPH_SEQUENCES // 2 + 1] == 0
+
+
+def test_counts_of_fewer_classes_are_those_of_a_history_with_zeros():
+    new = some_counts(random.Random(0))
+    short = some_counts(random.Random(1))[:-1]
+    full = [*short, [0, 0, 0]]
+    assert remembered(short, new) == remembered(full, new)
+    assert drafts_by_sequences(short, MOST, graph_tokens=ALL) == drafts_by_sequences(full, MOST, graph_tokens=ALL)
 
 
 def test_counts_are_added_up_within_classes():
@@ -83,7 +101,7 @@ def test_counts_are_added_up_within_classes():
 
 def test_drafts_that_did_not_pay_are_tried_again_after_some_rollouts():
     history, rollouts = remembered([], [[70_000, 10_000, 10_000]] * len(CLASSES)), 0
-    while not any(drafts_by_sequences(history, MOST)):
+    while not any(drafts_by_sequences(history, MOST, graph_tokens=ALL)):
         history, rollouts = remembered(history, [[0, 0, 0]] * len(CLASSES)), rollouts + 1
     assert 5 < rollouts < 20
 
@@ -93,8 +111,8 @@ def test_one_rollout_that_pays_soon_outweighs_the_past():
     history: list[list[int]] = []
     for _ in range(50):
         history = remembered(history, bad)
-    assert not any(drafts_by_sequences(history, MOST))
-    assert any(drafts_by_sequences(remembered(history, good), MOST))
+    assert not any(drafts_by_sequences(history, MOST, graph_tokens=ALL))
+    assert any(drafts_by_sequences(remembered(history, good), MOST, graph_tokens=ALL))
 
 
 needs_hopper = pytest.mark.skipif(native.for_vllm() is None, reason="no tested vLLM")
@@ -117,7 +135,8 @@ class Run:
     def rollout(self, seed: int) -> list[int]:
         """Imitate a rollout with random counts of drafts; returns how many drafts per sequence the callback had allowed
         in it, by number of sequences."""
-        table, draw = drafts_by_sequences(getattr(self.engine, "draft_history", []), MOST), random.Random(seed)
+        history, draw = getattr(self.engine, "draft_history", []), random.Random(seed)
+        table = drafts_by_sequences(history, MOST, graph_tokens=ALL)
         self.callback.on_train_batch_start(NOTHING, self.module)
         for sequences in range(1, CLASSES[-1] + 1):
             number = draw.randrange(2000) * (table[sequences] > 0)

@@ -25,14 +25,14 @@ def speculation() -> Any:
         return import_module("qerl_pl.hopper.speculation")
 
 
-@pytest.mark.parametrize("most", [1, 3, 4, 5, 16, 17, 32, 33, 256])
+@pytest.mark.parametrize("most", [1, 3, 4, 5, 16, 17, 64, 65, 256])
 def test_steps_with_drafts_fit_the_graphs(speculation, most):
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     settings = speculation.arguments(most)["speculative_config"]
     drafts = settings["num_speculative_tokens"]
     captured = build_dynamic_sd_schedule_lookup(settings["num_speculative_tokens_per_batch_size"], most, drafts)
-    table = draft_guard.drafts_by_sequences([], most)
+    table = draft_guard.drafts_by_sequences([], most, graph_tokens=GRAPH_SEQUENCES)
     assert len(captured) == len(table) == most + 1
     assert {*table[1:]} | ({0} if most > 1 else set()) <= {*captured[1:]}
     for sequences in range(1, most + 1):

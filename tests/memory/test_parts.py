@@ -248,7 +248,9 @@ def test_graphs_of_decoding_steps_keep_two_copies_of_logits_up_to_a_number_of_se
     assert graphs[2 * GRAPH_SEQUENCES] == graphs[GRAPH_SEQUENCES]
 
 
-@pytest.mark.parametrize(("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 64), (256, 256)])
+@pytest.mark.parametrize(
+    ("sequences", "rows"), [(1, 8), (3, 24), (5, 32), (9, 36), (16, 64), (40, 80), (100, 128), (256, 256)]
+)
 def test_speculation_keeps_logits_of_drafts_and_graphs_and_tokens(sequences, rows):
     """``rows`` is the largest number of rows of logits, drafts included, in a decoding step of up to ``sequences``
     sequences. The test also computes it as the maximum over all these numbers of sequences."""

@@ -82,7 +82,7 @@ class VLLMEngine:
             dequantised to scratch memory (0.3 GB for a 7B). "humming": the kernels that vLLM chooses; on Hopper they
             are those of the library Humming, which decode slower. "auto": native if those kernels can run, else
             humming.
-        speculation: "on" lets decoding steps of up to 32 sequences sample several tokens per sequence where text
+        speculation: "on" lets decoding steps of up to 64 sequences sample several tokens per sequence where text
             repeats what the sequence or another completion of its prompt says. The tokens are those that are sampled
             with "off", up to rounding. Needs a CUDA GPU, a tested vLLM and a model without recurrent layers
             (`docs/speculation.md`). "auto": on if all these conditions hold and it is a Hopper GPU.
@@ -110,7 +110,7 @@ class VLLMEngine:
         """Counts of drafted, verified and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
         """Counts of earlier rollouts, in the form of ``hopper/draft_guard.py``, which decide for how many sequences the
-        next calls draft tokens. If empty, as outside of training, steps of up to 32 sequences have drafts."""
+        next calls draft tokens. If empty, as outside of training, steps of up to 64 sequences have drafts."""
         self._planned: EngineMemory | None = None
         """Sizes that the memory plan has chosen; None without a plan."""
         self.start_s: dict[str, float] = {}
@@ -379,8 +379,10 @@ class VLLMEngine:
         lora = self._lora_request if adapter else None
         if self._drafts:
             self._drafts.forget()
-            scheduler, most = self._scheduler(), self._arguments["max_num_seqs"]
-            scheduler.dynamic_sd_lookup = native.for_vllm().guard.drafts_by_sequences(self.draft_history, most)
+            scheduler, memory = self._scheduler(), self._planned or self.memory
+            scheduler.dynamic_sd_lookup = native.for_vllm().guard.drafts_by_sequences(
+                self.draft_history, self._arguments["max_num_seqs"], graph_tokens=memory.graph_sequences
+            )
         with preserved_rng(), any_algorithm(), self._norms_of(adapter):
             return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu, bar=bar)
 
