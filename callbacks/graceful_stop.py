@@ -1,4 +1,4 @@
-"""Handle Ctrl-C, SIGTERM and the end of trainer.max_time: finish the step, write a checkpoint, and exit."""
+"""Handle Ctrl-C, SIGTERM, SIGUSR1 and the end of trainer.max_time: finish the step, write a checkpoint, and exit."""
 
 import signal
 from types import FrameType
@@ -14,12 +14,16 @@ from qerl_pl.common.program import SIGNALS, Stopped
 
 
 class GracefulStop(Callback):
-    """Ends the run after the current RL iteration, with a checkpoint, at the first Ctrl-C or SIGTERM.
+    """Ends the run after the current RL iteration, with a checkpoint, at the first Ctrl-C, SIGTERM or SIGUSR1.
 
     A second signal ends the run at once. After either, the exit status of the program is 128 plus the signal's number,
     so that a scheduler does not take the run for a finished one. When trainer.max_time is over, the run also ends after
     the current iteration with a checkpoint, but with exit status 0. A signal before the first iteration ends the run at
     once, because there is nothing to save.
+
+    Under SLURM, Lightning would handle SIGUSR1 by writing a checkpoint in the middle of an iteration, which no run can
+    resume, and by requeueing the job, which ends it. Here ``docs/launch/slurm.sh`` requeues the job when the run has
+    ended.
     """
 
     def __init__(self) -> None:

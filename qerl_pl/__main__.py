@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Args:
         argv: the words of the command line after the program's name; None: those of this process (``sys.argv[1:]``),
-            which Ctrl-C and SIGTERM then end.
+            which the signals of ``SIGNALS`` then end.
     """
     if argv is None:
         open_streams()

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-"""Signals that end the program, with their names in messages."""
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+"""Signals that end the program, with their names in messages. Schedulers can send SIGUSR1 some time before a job's time
+limit, as ``sbatch --signal=USR1@600`` does."""
 
 
 def called_as(command: str) -> str:
@@ -40,8 +41,8 @@ class _Ending:
 
 
 def end_by_signals() -> None:
-    """Let Ctrl-C and SIGTERM end this process, unless it was started with them ignored. The first signal raises
-    KeyboardInterrupt (Ctrl-C) or ``Stopped`` (SIGTERM), so that temporary files are removed; the next one ends the
+    """Let the ``SIGNALS`` end this process, unless it was started with them ignored. The first signal raises
+    KeyboardInterrupt (Ctrl-C) or ``Stopped`` (others), so that temporary files are removed; the next one ends the
     process at once."""
     _Ending.at_once = False
     for number in SIGNALS:
@@ -66,7 +67,7 @@ def end_at_once() -> None:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the process at once inside the context. Packages that are being imported would print a
+    """Let the ``SIGNALS`` end the process at once inside the context. Packages that are being imported would print a
     traceback of the exceptions of ``end_by_signals``, ignore them, or raise another error."""
     before, _Ending.at_once = _Ending.at_once, True
     try:

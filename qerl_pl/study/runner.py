@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO
 
+from qerl_pl.common.program import SIGNALS
 from qerl_pl.common.run_folder import is_running
 from qerl_pl.study import state
 from qerl_pl.study.process import words_of
@@ -80,7 +81,7 @@ class Runner:
         """Execute all runs of the study until each has finished or failed; returns exit status 0. If a signal is
         received or the time limit is reached earlier, this stops all processes at their next checkpoint, and returns
         128 plus the number of the signal, or ``TIME_IS_UP``."""
-        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         try:
             self._say(f"{self.total - len(self.waiting)} of {self.total} runs are finished already")
             while self.waiting or any(slot.run for slot in self.slots):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end the program in one line, whenever they come."""
+"""Ctrl-C, SIGTERM and SIGUSR1 end the program in one line, whenever they come."""
 
 import signal
 import subprocess
@@ -39,7 +39,7 @@ WHEN = {
     "twice": "qerl_pl.tools.init.write_files = twice",
     "when the work is done": "atexit.register(send)",
 }
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
 
 
 def ended(folder, number, when, handler):

@@ -19,8 +19,14 @@ from tests.integration.conftest import ROOT, SHORT, UNCHECKED, arguments, differ
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
-def test_a_signal_ends_the_step_saves_and_is_the_exit_status(run, bases, finished, tmp_path, number):
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGUSR1]
+)
+def test_a_signal_ends_the_step_saves_and_is_the_exit_status(run, bases, finished, tmp_path, monkeypatch, number):
+    if number == signal.SIGUSR1:  # in a SLURM job, Lightning handles this signal otherwise
+        job = {"JOB_ID": 1, "JOB_NAME": "test", "NTASKS": 1, "NTASKS_PER_NODE": 1, "NNODES": 1, "NODELIST": "localhost"}
+        for name, value in (job | {"PROCID": 0, "LOCALID": 0, "NODEID": 0}).items():
+            monkeypatch.setenv(f"SLURM_{name}", str(value))
     callback = "--trainer.callbacks+=tests.integration.toy.CtrlC"
     options = ("--trainer.callbacks.at=2", f"--trainer.callbacks.number={int(number)}")
     base, run_dir = bases["nvfp4"], tmp_path / "run"
