@@ -95,6 +95,9 @@ class LastCheckpoint(ModelCheckpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._commit(trainer)
+        # If a signal has ended the run, the exit status of its ranks is not 0. srun and torchrun end all ranks when one
+        # of them has ended so, and rank 0 may still be writing.
+        trainer.strategy.barrier("last checkpoint")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -56,12 +57,14 @@ class Disk(Callback):
     """Imitates a slow disk: a checkpoint that is due at any time reaches the disk only at the end of one of the steps
     ``at``, or at the end of the run.
 
-    If training waits for the disk at any other time, an assertion fails after 20 seconds.
+    If training waits for the disk at any other time, an assertion fails after 20 seconds. Each write takes at least
+    ``seconds``.
     """
 
-    def __init__(self, at: tuple[int, ...] = (), is_full: bool = False) -> None:
+    def __init__(self, at: tuple[int, ...] = (), is_full: bool = False, seconds: float = 0.0) -> None:
         self.at = at
         self.is_full = is_full
+        self.seconds = seconds
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.writes = threading.Event()  # not before: a callback is sent to the processes of a run as it is
@@ -106,6 +109,7 @@ class _Block:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         assert self.disk.writes.wait(20), "training waits for the disk"
+        time.sleep(self.disk.seconds)
         if self.disk.is_full:
             raise OSError("no space left on device")
         return OrderedDict, ()
@@ -257,16 +261,17 @@ def test_what_could_not_be_written_is_told_and_nothing_else_gets_its_name(tmp_pa
     assert kept(tmp_path) == {}
 
 
-def fit_on_rank(rank: int, folder: Path) -> int:
-    """Train as one of two ranks, with the environment variables that torchrun sets; returns the number of ranks."""
+def fit_on_rank(rank: int, folder: Path) -> tuple[int, dict[str, int]]:
+    """Train as one of two ranks, with the environment variables that torchrun sets; returns the number of ranks, and
+    the checkpoints that exist when this rank has ended."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    fit(folder, Disk((3,)), strategy="ddp", devices=2)
-    return dist.get_world_size()
+    fit(folder, Disk((3,), seconds=0.5), strategy="ddp", devices=2)
+    return dist.get_world_size(), kept(folder)
 
 
 @pytest.mark.slow
 def test_two_ranks_leave_out_the_same_checkpoints(tmp_path):
     # A checkpoint is left out if the one before is still being written. If ranks disagreed about this, they would wait
-    # for each other for ever, or save weights of different steps.
-    assert on_two_ranks(partial(fit_on_rank, folder=tmp_path), tmp_path) == [2, 2]
-    assert kept(tmp_path) == {"last": 6, "previous": 3}
+    # for each other for ever, or save weights of different steps. No rank ends before the last checkpoint is written.
+    expected = (2, {"last": 6, "previous": 3})
+    assert on_two_ranks(partial(fit_on_rank, folder=tmp_path), tmp_path) == [expected, expected]
