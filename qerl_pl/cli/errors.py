@@ -284,7 +284,7 @@ def _where(pattern: str, arguments: Sequence[str]) -> str:
 def _unknown_key(key: str, keys: Sequence[str], arguments: Sequence[str]) -> str:
     leaf = key.rpartition(".")[2]
     files = [argument for path in config_files(arguments) if _has(path, key) for argument in ("-c", str(path))]
-    if usual := usual_setting(leaf):
+    if usual := usual_setting(key):
         near = [usual]
     else:
         near = [other for other in keys if other.rpartition(".")[2] == leaf][:1]  # right name, wrong section

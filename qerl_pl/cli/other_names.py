@@ -1,4 +1,4 @@
-"""Names of settings in TRL, PEFT and other programs, for which error messages suggest this program's settings."""
+"""Names of settings in TRL, PEFT, verl and other programs, for which error messages suggest this program's settings."""
 
 OTHER_NAMES = {
     "learning_rate": "model.optimizer.init_args.lr",
@@ -50,10 +50,86 @@ OTHER_NAMES = {
     "vllm_importance_sampling_cap": "model.objective.correction_high",
     "vllm_importance_sampling_clip_max": "model.objective.correction_high",
     "vllm_importance_sampling_clip_min": "model.objective.correction_low",
+    "save_steps": "trainer.callbacks",
+    "save_total_limit": "trainer.callbacks",
+    "logging_steps": "trainer.log_every_n_steps",
+    # verl
+    "train_files": "data.source",
+    "val_files": "data.source",
+    "prompt_key": "data.source",
+    "train_batch_size": "data.batch_size",
+    "filter_overlong_prompts": "data.max_dropped_share",
+    "truncation": "data.max_dropped_share",
+    "apply_chat_template_kwargs": "data.template_arguments",
+    "model.path": "model.base",
+    "lora_rank": "model.lora.rank",
+    "lora_adapter_path": "model.lora.start",
+    "enable_gradient_checkpointing": "model.gradient_checkpointing",
+    "rollout.n": "model.sampling.num_completions",
+    "max_response_length": "model.sampling.max_tokens",
+    "response_length": "model.sampling.max_tokens",
+    "val_kwargs": "model.val_sampling",
+    "custom_reward_function": "model.rewards",
+    "reward_manager": "model.rewards",
+    "reward_kwargs": "model.rewards",
+    "overlong_buffer": "model.rewards",
+    "overlong_buffer_cfg": "model.rewards",
+    "filter_groups": "model.dynamic_sampling",
+    "max_num_gen_batches": "model.dynamic_sampling",
+    "adv_estimator": "model.objective.preset",
+    "loss_mode": "model.objective.surrogate",
+    "loss_agg_mode": "model.objective.aggregation",
+    "norm_adv_by_std_in_grpo": "model.objective.baseline",
+    "clip_ratio": "model.objective.clip_high",
+    "clip_ratio_low": "model.objective.clip_low",
+    "clip_ratio_high": "model.objective.clip_high",
+    "clip_ratio_c": "model.objective.max_ratio",
+    "entropy_coeff": "model.objective.entropy_coefficient",
+    "use_kl_loss": "model.objective.kl_coefficient",
+    "kl_loss_coef": "model.objective.kl_coefficient",
+    "kl_coef": "model.objective.kl_coefficient",
+    "kl_loss_type": "model.objective.kl",
+    "kl_penalty": "model.objective.kl",
+    "use_kl_in_reward": "model.objective.kl_in",
+    "rollout_correction": "model.objective.correction",
+    "rollout_is": "model.objective.correction",
+    "rollout_is_threshold": "model.objective.correction_high",
+    "tis_imp_ratio_cap": "model.objective.correction_high",
+    "rollout_rs": "model.objective.rejection",
+    "rollout_rs_threshold": "model.objective.rejection",
+    "bypass_mode": "model.objective.ratio_against",
+    "ppo_epochs": "model.updates_per_rollout",
+    "ppo_mini_batch_size": "model.mini_batches",
+    "ppo_micro_batch_size": "model.micro_batch_tokens",
+    "ppo_micro_batch_size_per_gpu": "model.micro_batch_tokens",
+    "ppo_max_token_len_per_gpu": "model.micro_batch_tokens",
+    "use_dynamic_bsz": "model.micro_batch_tokens",
+    "grad_clip": "model.max_grad_norm",
+    "lr_warmup_steps": "model.warmup_steps",
+    "lr_warmup_steps_ratio": "model.warmup_steps",
+    "warmup_ratio": "model.warmup_steps",
+    "total_epochs": "trainer.max_steps",
+    "total_training_steps": "trainer.max_steps",
+    "test_freq": "trainer.val_check_interval",
+    "val_before_train": "trainer.callbacks",
+    "save_freq": "trainer.callbacks",
+    "max_actor_ckpt_to_keep": "trainer.callbacks",
+    "n_gpus_per_node": "trainer.devices",
+    "nnodes": "trainer.num_nodes",
+    "project_name": "trainer.logger",
+    "experiment_name": "run_dir",
+    "default_local_dir": "run_dir",
+    "resume_mode": "ckpt_path",
+    "resume_from_path": "ckpt_path",
 }
 """Maps names of settings in other programs to this program's, which error messages suggest."""
 
 
 def usual_setting(key: str) -> str | None:
-    """Return the setting of this program that another program calls ``key``, which may have hyphens or end with "+"."""
-    return OTHER_NAMES.get(key.removesuffix("+").replace("-", "_"))
+    """Return the setting of this program that another program calls ``key``, a dotted path whose parts may have hyphens
+    or end with "+". If its last part is not known, the parts before it are looked up, too, from right to left."""
+    parts = [part.removesuffix("+").replace("-", "_") for part in key.split(".")]
+    names = (
+        name for end in range(len(parts), 0, -1) for name in (".".join(parts[max(0, end - 2) : end]), parts[end - 1])
+    )
+    return next((OTHER_NAMES[name] for name in names if name in OTHER_NAMES), None)

@@ -66,6 +66,24 @@ def test_names_of_other_programs_lead_to_settings_that_exist(capsys):
         reduce(lambda section, key: section[key], name.split("."), settings)  # KeyError: there is no such setting
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("data.train_batch_size", "data.batch_size"),  # the most similar setting is data.val_batch_size
+        ("data.max_response_length", "model.sampling.max_tokens"),
+        ("trainer.n_gpus_per_node", "trainer.devices"),
+        ("model.lora_adapter_path", "model.lora.start"),
+        ("model.objective.norm_adv_by_std_in_grpo", "model.objective.baseline"),
+        ("actor_rollout_ref.rollout.n", "model.sampling.num_completions"),
+        ("actor_rollout_ref.model.path", "model.base"),
+        ("reward.custom_reward_function.path", "model.rewards"),
+    ],
+)
+def test_names_of_verl_lead_to_settings_that_mean_the_same(name, setting):
+    said = in_short(f"unrecognized arguments: --{name}=1", keys=KEYS, arguments=[])
+    assert said == f"there is no setting {name}; did you mean {setting}?"
+
+
 @pytest.mark.parametrize("name", ["num_generations", "num_generations+", "num-generations"])
 def test_names_of_other_programs_at_the_top_of_a_file_lead_to_settings(tmp_path, name):
     config = tmp_path / "mine.yaml"
