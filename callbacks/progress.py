@@ -33,8 +33,8 @@ class Progress(Callback):
     The remaining time is computed from the mean time per rollout, validations included, since this process started to
     train. Each validation leaves a line with its reward and accuracy, and a complete run ends with the command that
     reports on it, if it has the files of TensorBoard's logger. A start that finds all rollouts done says so, and how to
-    train longer. Lightning's own bar counts epochs and optimizer steps, so configs/base.yaml turns it off
-    (``trainer.enable_progress_bar``).
+    train longer, and a run that EarlyStopping ends says why. Lightning's own bar counts epochs and optimizer steps, so
+    configs/base.yaml turns it off (``trainer.enable_progress_bar``).
 
     Args:
         every: rollouts from one line to the next if the output is no terminal. The last rollout always has a line.
@@ -100,7 +100,13 @@ class Progress(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: QeRLModule) -> None:
         self._close_rollouts()
-        if trainer.is_global_zero and trainer.global_step >= trainer.max_steps > 0:
+        if not trainer.is_global_zero:
+            return
+        done, total = pl_module.rollout_index, pl_module.num_rollouts
+        for callback in trainer.early_stopping_callbacks:
+            if done < total and (why := callback.stopping_reason_message):
+                print(f"stopped after rollout {done} of {total} by EarlyStopping: {why}", flush=True)
+        if trainer.global_step >= trainer.max_steps > 0:
             took = timedelta(seconds=round(time.perf_counter() - self._start))
             has_curves = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)  # report reads them
             folder = shlex.quote(str(trainer.default_root_dir))

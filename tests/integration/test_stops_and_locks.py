@@ -126,6 +126,18 @@ def test_a_start_of_a_finished_run_says_that_nothing_is_left_and_how_to_train_lo
     assert "nothing to train" not in printed
 
 
+def test_a_run_that_early_stopping_ends_says_so(run, tmp_path, capsys):
+    stops = ("--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping", "--trainer.callbacks.mode=max")
+    values = ("monitor=val/reward", "patience=1", "min_delta=100")
+    settings = (*stops, *(f"--trainer.callbacks.{value}" for value in values), "--trainer.val_check_interval", "2")
+    run("fit", tmp_path, *UNCHECKED, *settings)
+    said = re.findall(r"^stopped after .*$", capsys.readouterr().out, re.MULTILINE)
+    assert len(said) == 1
+    assert said[0].startswith(
+        "stopped after rollout 2 of 8 by EarlyStopping: Monitored metric val/reward did not improve"
+    )
+
+
 def test_a_resumed_run_says_at_its_end_what_is_counted_since_the_resume(run, short, tmp_path, capsys):
     shutil.copytree(short, tmp_path / "run")
     run("fit", tmp_path / "run", *SHORT, "--trainer.max_steps", "5", "--ckpt_path", "last")
