@@ -4,6 +4,7 @@ together with others is refused or causes a warning."""
 import ast
 import inspect
 import logging
+import warnings
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -299,6 +300,22 @@ def test_a_callback_that_watches_a_value_which_no_run_logs_is_refused(monitor, i
     with expected:
         check_monitors(callbacks, [*OF_ROWS, "accuracy"])
     check_monitors([*callbacks, Namespace(class_path="mine.Logs")], [])  # which may log the value
+
+
+@pytest.mark.parametrize("monitor", ["val/reward", "val/accuracy", "val/pass@4", "train/accuracy"])
+@pytest.mark.parametrize("name", ["EarlyStopping", "ModelCheckpoint"])
+def test_a_callback_of_lightning_that_prefers_low_scores_warns(monitor, name):
+    path = f"lightning.pytorch.callbacks.{name}"
+
+    def check(**settings):
+        check_monitors([Namespace(class_path=path, init_args=Namespace(**settings))], [*OF_ROWS, "accuracy"])
+
+    with pytest.warns(UserWarning, match=f"{path} has mode 'min', so it takes the lowest {monitor} for the best"):
+        check(monitor=monitor, mode="min")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(monitor=monitor, mode="max")
+        check(monitor="val/completion_tokens", mode="min")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ VALIDATES_FIRST = "callbacks.validate_first.ValidateFirst"
 LOGGED = ("aqn", "canary", "correction", "gap", "matched", "memory", "policy", "reward", "rollout", "router")
 LOGGED += ("speculation", "teacher", "throughput", "time", "train", "val")
 """First parts of the names of the values that a callback of Lightning can read, as "val" in "val/reward"."""
+NO_SCORES = ("completion_tokens", "truncated_share", "unscored_share")
+"""Values of a validation that are no scores, so that a lower one may be the better one."""
 
 
 def check_groups(groups: Iterable[str], config: Namespace) -> None:
@@ -89,7 +91,11 @@ def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str])
     watches a value that only rollouts log and a validation comes before the first rollout; Lightning would report this
     error only after that validation. ``of_validation`` are the names, without "val/", of the values that a validation
     logs. If there are callbacks of other packages than Lightning and this project, which may log further values,
-    unknown names are accepted."""
+    unknown names are accepted. If a callback of Lightning takes the lowest score for the best one, warn: this is its
+    default."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # here: `score` needs no Lightning
+
+    of_validation = list(of_validation)
     names = [f"val/{name}" for name in of_validation]
     callbacks = list(callbacks)
     validates_first = any(str(callback.class_path) == VALIDATES_FIRST for callback in callbacks)
@@ -102,6 +108,13 @@ def check_monitors(callbacks: Iterable[Namespace], of_validation: Iterable[str])
             raise ValueError(
                 f"trainer.callbacks: {path} has monitor {monitor!r}, which no run logs; expected a value of "
                 f"docs/metrics.md, such as {', '.join(names)}"
+            )
+        is_score = name.startswith("pass@") or (name in of_validation and name not in NO_SCORES)
+        by_lightning = path.startswith("lightning.") and callback.get("init_args.mode") == "min"
+        if by_lightning and is_score and group in ("train", "val"):
+            rank_zero_warn(
+                f"trainer.callbacks: {path} has mode 'min', so it takes the lowest {monitor} for the best; give it "
+                "`mode: max`, unless lower scores are better"
             )
         is_needed = path.endswith(".EarlyStopping") and callback.get("init_args.strict") is not False
         if validates_first and is_needed and group != "val":
