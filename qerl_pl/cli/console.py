@@ -14,6 +14,9 @@ WARNINGS = (
     r"Experiment logs directory .* exists and is not empty",  # no data is lost, because metrics.csv is renamed
     r"The dirpath has changed from",  # always true of evaluations, which have a separate folder
     r".*there is no last checkpoint available",  # true of the first start with --ckpt_path last
+    # that a checkpoint of ModelCheckpoint is written after the step, as is usual, with code that would change this
+    r"Using ModelCheckpoint with manual optimization and every_n_train_steps",
+    r"Precision loss occurred in moment calculation",  # some values that policy.jumps compares are almost equal
 )
 MESSAGES = {
     "lightning.pytorch.utilities.rank_zero": (
