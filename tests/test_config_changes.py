@@ -70,6 +70,19 @@ def test_what_changes_the_goal_comes_first_and_says_so():
     assert result[-1] == "a: 1 -> 2"
 
 
+def test_a_reward_that_changes_is_named():
+    def rewards(*weights):
+        listed = [{"name": f"r{n}", "weight": weight, "reward": "m.a" * 100} for n, weight in enumerate(weights)]
+        return {"model": {"rewards": listed}}
+
+    assert changed_settings(rewards(1.0, 0.2), rewards(1.0, 0.5)) == [
+        "ATTENTION, what is optimised changes: model.rewards[r1].weight: 0.2 -> 0.5"
+    ]
+    removed, *of_reward = changed_settings(rewards(1.0, 0.2), rewards(1.0))
+    assert removed.endswith("model.rewards: r0, r1 -> r0")
+    assert len(of_reward) == 3
+
+
 def test_a_change_of_the_runs_length_says_what_it_moves():
     [change] = changed_settings({"trainer": {"max_steps": 48}}, {"trainer": {"max_steps": 64}})
     assert change.startswith("trainer.max_steps: 48 -> 64; schedules of learning rate and noise")

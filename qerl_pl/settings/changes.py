@@ -22,7 +22,8 @@ OTHER_GOAL = "ATTENTION, what is optimised changes: "
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the settings that differ as ``key: before -> now``, those that decide what is optimised (objective,
     sampling, rewards, data) first, after ``OTHER_GOAL``. Objects in a list are identified by their class, as in
-    ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``; any other list is one value."""
+    ``trainer.callbacks[callbacks.aqn.AdaptiveQuantizationNoise].init_args.seed``, and rewards by their name, as in
+    ``model.rewards[accuracy].weight``; any other list is one value."""
     old, new = dict(_flat(before)), dict(_flat(now))
     absent = "(not set)"
     keys = {key for key in old.keys() | new.keys() if old.get(key, absent) != new.get(key, absent)}
@@ -68,6 +69,10 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             for one in value:
                 yield key + f"[{one['class_path']}]", "there"
                 yield from _flat({"init_args": one.get("init_args") or {}}, f"{key}[{one['class_path']}].")
+        elif isinstance(value, list) and value and all(isinstance(one, Mapping) and "name" in one for one in value):
+            yield key, ", ".join(one["name"] for one in value)
+            for one in value:
+                yield from _flat(one, f"{key}[{one['name']}].")
         elif isinstance(value, Mapping) and value:
             yield from _flat(value, f"{key}.")
         else:
