@@ -141,6 +141,9 @@ def _constructor_of(error: BaseException) -> str:
 
 def _of_the_cause(place: str, cause: str, arguments: Sequence[str]) -> str:
     """Rewrite jsonargparse's description of an error at a setting."""
+    if "Dict must include a class_path" in cause:  # the settings of a class without the class
+        example = EXAMPLES.get(place, "a class by its path")
+        return f"{place} has settings and no class_path; give it first, as in --{place} {example}"
     if no_path := re.match(
         r"(?:Type typing.Callable.* but got|Does not implement protocol .* Got value:) (\S+)", cause
     ):

@@ -84,6 +84,16 @@ def test_names_of_verl_lead_to_settings_that_mean_the_same(name, setting):
     assert said == f"there is no setting {name}; did you mean {setting}?"
 
 
+@pytest.mark.parametrize("given", ["NestedArg(key='lr', val='2e-3')", "{'init_args': {'lr': 0.002}}"])
+def test_settings_of_a_class_that_is_not_named_ask_for_the_class(given):
+    kind = "typing.Callable[[collections.abc.Iterable], torch.optim.optimizer.Optimizer]"
+    cause = f"Type {kind} expects a function or a callable class: Dict must include a class_path and optionally "
+    message = f'Parser key "model.optimizer":\n  {cause}init_args, but got {given}. Got value: Namespace(lr=1)'
+    said = in_short(message, keys=KEYS, arguments=[])
+    wanted = "give it first, as in --model.optimizer torch.optim.AdamW"
+    assert said == f"model.optimizer has settings and no class_path; {wanted}"
+
+
 @pytest.mark.parametrize("name", ["num_generations", "num_generations+", "num-generations"])
 def test_names_of_other_programs_at_the_top_of_a_file_lead_to_settings(tmp_path, name):
     config = tmp_path / "mine.yaml"
