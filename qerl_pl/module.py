@@ -36,7 +36,7 @@ from qerl_pl.common.phases import phase
 from qerl_pl.common.seeding import derive_seed
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache, evaluation_identity
-from qerl_pl.evaluation.evaluation import Evaluation, warn_if_never_right
+from qerl_pl.evaluation.evaluation import Evaluation, warn_if_not_counted
 from qerl_pl.memory.advice import plan_for
 from qerl_pl.memory.device import available_bytes
 from qerl_pl.memory.plan import Plan
@@ -353,7 +353,7 @@ class QeRLModule(LightningModule):
             self.log_dict({f"{stage}/{name}": value for name, value in self._evaluation.means().items()})
             counts_right = self.trainer.state.fn != TrainerFn.FITTING or self.settings.evaluation.num_completions > 1
             if self.rewards and counts_right:
-                warn_if_never_right(self.evaluated, self.rewards[0].name)
+                warn_if_not_counted(self.evaluated, self.rewards[0].name)
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 

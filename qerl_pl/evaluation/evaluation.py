@@ -84,16 +84,21 @@ class Evaluation:
         self._pass_at_k.update(torch.tensor(right).view(-1, self._sampling.num_completions).sum(dim=1))
 
 
-def warn_if_never_right(rows: list[dict[str, Any]], name: str) -> None:
-    """Warn if the first reward, whose ``name`` is given, gave positive values but never 1 to the completions of an
-    evaluation, because then no completion counts as right."""
+def warn_if_not_counted(rows: list[dict[str, Any]], name: str) -> None:
+    """Warn if the first reward, whose ``name`` is given, gave completions of an evaluation more than 1, or positive
+    values but never 1: a completion counts as right only if this reward is exactly 1."""
     values = [row["rewards"][name] or 0.0 for row in rows]
     if 1 not in values and any(value > 0 for value in values):
-        rank_zero_warn(
-            f"the reward {name}, the first of model.rewards, gives positive values and never 1. Training is not "
-            "affected, but pass@k and the accuracy that `test` prints are 0, because a completion counts as right in "
-            "them only if this reward gives it 1; to measure them, list a reward first that gives right completions 1"
-        )
+        fault, counts = "positive values and never 1", "are 0"
+    elif any(value > 1 for value in values):
+        fault, counts = "some completions more than 1", "count these completions as wrong"
+    else:
+        return
+    rank_zero_warn(
+        f"the reward {name}, the first of model.rewards, gives {fault}. Training is not affected, but pass@k and the "
+        f"accuracy that `test` prints {counts}, because a completion counts as right in them only if this reward gives "
+        "it 1; to measure them, list a reward first that gives right completions 1 (weight 0: it is only logged)"
+    )
 
 
 OF_ROWS: dict[str, Callable[[dict[str, Any]], float]] = {

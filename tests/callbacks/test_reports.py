@@ -1,5 +1,6 @@
 """What callbacks print and log about rollouts and evaluations."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from callbacks.signal_report import signal_words
 from callbacks.statistics import reward_statistics
 from qerl_pl.common.types import Prompt
 from qerl_pl.evaluation.cache import EvaluationCache
-from qerl_pl.evaluation.evaluation import warn_if_never_right
+from qerl_pl.evaluation.evaluation import warn_if_not_counted
 
 
 class TestEvaluation:
@@ -35,11 +36,18 @@ class TestEvaluation:
 
     @pytest.mark.parametrize(
         ("scores", "expected"),
-        [((0.9, 0.0, None), True), ((2.0, 0.0), True), ((1.0, 0.5), False), ((0.0, None), False), ((), False)],
+        [
+            ((0.9, 0.0, None), "positive values and never 1. Training is not affected, .* are 0"),
+            ((2.0, 0.0), "never 1"),
+            ((1.5, 1.0), "some completions more than 1. Training is not affected, .* count these completions as wrong"),
+            ((1.0, 0.5), None),
+            ((0.0, None), None),
+            ((), None),
+        ],
     )
     def test_a_reward_that_cannot_say_what_is_right_is_recognised(self, recwarn, scores, expected):
-        warn_if_never_right(list(map(self.row, scores)), "answer")
-        assert ["never 1. Training is not affected" in str(warning.message) for warning in recwarn] == [True] * expected
+        warn_if_not_counted(list(map(self.row, scores)), "answer")
+        assert [bool(re.search(expected or "", str(warning.message))) for warning in recwarn] == [True] * bool(expected)
 
     def test_finished_batches_are_found_again_by_the_same_policy_alone(self, tmp_path):
         prompts, rows = [Prompt((1, 2), "3")], [{"completion": "\u00e9", "reward": 1.0}]
