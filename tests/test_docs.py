@@ -111,6 +111,7 @@ YAML = {
 def test_every_piece_of_yaml_is_a_part_of_a_configuration(name, block, tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_rewards.py").write_text("def accuracy(completions): ...\ndef brevity(completions): ...\n")
+    (tmp_path / "my_reward.py").write_text("def verl_score(prompts, completions): ...\n")
     (tmp_path / "block.yaml").write_text(block)
     with pytest.raises(SystemExit) as stop:
         train.main(["fit", *EXAMPLE.split(), "-c", str(tmp_path / "block.yaml"), "--print_config"])
