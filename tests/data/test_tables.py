@@ -257,6 +257,16 @@ def test_a_null_system_prompt_is_none(tmp_path):
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
 
 
+@pytest.mark.parametrize("truth", [["6", "six"], {"target": ["6"]}])
+def test_an_answer_that_is_no_text_can_be_left_to_the_reward(tmp_path, truth):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "1+2+3=?", "answer": truth}))
+    with pytest.raises(ValueError, match=r"expected text or a number, or the setting answer: null .* prompt\.row"):
+        table(path).train()
+    [problem] = table(path, answer=None).train()
+    assert problem.row["answer"] == truth
+
+
 def test_the_layout_of_verl_is_read_by_a_dotted_name(tmp_path):
     row = {
         "data_source": "math_dapo",
