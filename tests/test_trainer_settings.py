@@ -1,12 +1,14 @@
 """Settings of the Lightning trainer that would not work in a run of this program are refused by name."""
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from qerl_pl.settings.trainer import check_trainer
+from qerl_pl.settings.trainer import check_processes, check_trainer
 
 GOOD = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "max_epochs": -1, "max_steps": 8, "val_check_interval": 3}
 
@@ -65,6 +67,35 @@ def test_an_evaluation_needs_batches_of_its_own_and_no_steps():
     check_trainer({**GOOD, "max_steps": -1, "limit_train_batches": 0}, command="test")
     with pytest.raises(ValueError, match="limit_test_batches is 0"):
         check_trainer({**GOOD, "limit_test_batches": 0}, command="test")
+
+
+SLURM = {"SLURM_JOB_NAME": "a", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "devices", "wrong"),
+    [
+        ({}, 0, 2, None),  # Lightning starts the second process
+        (SLURM | {"SLURM_NTASKS": "1"}, 0, 2, "is 2, but the number of processes that SLURM starts is 1; .*unset"),
+        (SLURM | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, 0, 2, None),
+        (SLURM | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, 0, 1, None),  # a command without srun
+        (SLURM | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, 1, 1, "is 1, but .* SLURM starts is 2"),
+        (TORCHRUN | {"WORLD_SIZE": "2", "RANK": "0"}, 0, 1, "is 1, but .* torchrun starts is 2"),
+        (TORCHRUN | {"WORLD_SIZE": "2", "RANK": "1"}, 1, 1, "is 1, but .* torchrun starts is 2; .*torchrun.sh does$"),
+    ],
+)
+def test_processes_that_were_not_started_or_are_too_many_are_refused(monkeypatch, environment, rank, devices, wrong):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    strategy = "ddp" if devices > 1 else "auto"
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_model_summary=False)
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    with nullcontext() if wrong is None else pytest.raises(ValueError, match=wrong):
+        check_processes(trainer)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -59,7 +59,7 @@ from qerl_pl.module import QeRLModule
 from qerl_pl.quant.families import check_length
 from qerl_pl.results.curves import read_scalars
 from qerl_pl.settings.changes import keep_old_config
-from qerl_pl.settings.trainer import check_trainer
+from qerl_pl.settings.trainer import check_processes, check_trainer
 
 SUBCOMMANDS = tuple(DESCRIPTIONS)
 KEEPS = "callbacks.last_checkpoint.LastCheckpoint"
@@ -242,6 +242,7 @@ class QeRLCLI(LightningCLI):
             trainer = super().instantiate_trainer(**settings)
         except (RuntimeError, TypeError) as error:  # Lightning's for hardware, or for variables of Slurm
             raise ValueError(f"the trainer cannot be made: {error}") from error
+        check_processes(trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))

@@ -3,9 +3,12 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl_pl.common.checks import require_at_least
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 EPOCHS = "the length of a run is trainer.max_steps, in optimizer steps"
 CHECKPOINTS = "qerl_pl.checkpoint.SafeCheckpointIO"
@@ -106,6 +109,28 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
     if devices != "auto" and (devices == [] or not are_numbers or too_few):
         raise ValueError(f"trainer.devices is {devices}; expected a number of devices, at least 1, or auto")
     require_at_least(1, section="trainer.", num_nodes=nodes)
+
+
+def check_processes(trainer: "Trainer") -> None:
+    """Raise ValueError if SLURM or torchrun has started fewer processes than the run of ``trainer`` has ranks, or if
+    this process is one too many: Lightning would train on fewer devices, or a whole run in every process."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment | TorchElasticEnvironment):
+        return
+    wanted, started = trainer.num_devices * trainer.num_nodes, environment.world_size()
+    by_slurm = isinstance(environment, SLURMEnvironment)  # whose variables a process without srun has, too
+    if started == wanted or (by_slurm and started > wanted > rank_zero_only.rank):
+        return
+    starter, script = ("SLURM", "slurm.sh") if by_slurm else ("torchrun", "torchrun.sh")
+    instead = ", or unset SLURM_NTASKS, so that one process starts the others of its machine" if by_slurm else ""
+    raise ValueError(
+        f"trainer.devices x trainer.num_nodes is {wanted}, but the number of processes that {starter} starts is "
+        f"{started}; set trainer.devices to the processes of a machine, or start one process per device, as "
+        f"docs/launch/{script} does{instead}"
+    )
 
 
 def _check_hardware(trainer: Mapping[str, Any]) -> None:
