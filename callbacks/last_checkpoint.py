@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.best_checkpoint import BestCheckpoint
 from qerl_pl.checkpoint import SafeCheckpointIO
 from qerl_pl.common.checks import require_at_least
 from qerl_pl.common.run_folder import LAST, PREVIOUS
@@ -64,6 +65,12 @@ class LastCheckpoint(ModelCheckpoint):
     @override
     def state_key(self) -> str:
         return type(self).__qualname__
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # The states of all callbacks are saved, so they have to be those after the step or the validation.
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -160,7 +167,10 @@ def are_equal(first: Any, second: Any) -> bool:
 
 
 def _states(trainer: Trainer) -> dict[str, Any]:
-    return {callback.state_key: callback.state_dict() for callback in trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
+    """Return the states of all callbacks by their key, without that of BestCheckpoint, which changes in almost every
+    validation, and which a resumed run reads from best.ckpt."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return {one.state_key: one.state_dict() for one in callbacks if not isinstance(one, BestCheckpoint)}
 
 
 def _link(path: Path, link: Path) -> None:

@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from callbacks.best_checkpoint import BestCheckpoint
 from callbacks.last_checkpoint import LastCheckpoint
 from qerl_pl.checkpoint import SafeCheckpointIO
 from tests.two_ranks import on_two_ranks
@@ -239,6 +241,18 @@ def test_what_a_validation_changes_in_a_callback_is_kept(tmp_path, last, at, cou
     assert states["Counter"]["counted"] == [steps // 2], "as many validations as until the end of the step"
     if last == AT_ONCE:
         assert (steps, states["Counter"]["counted"]) == (at - 1, [counted])
+
+
+@pytest.mark.parametrize("at", [3, 5])
+def test_what_another_callback_keeps_after_a_validation_is_known_to_a_resumed_run(tmp_path, at):
+    others = ModelCheckpoint(monitor="step", mode="max", filename="{step}"), BestCheckpoint("step")
+    validation = {"val_check_interval": 2, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    with pytest.raises(RuntimeError, match="as asked"):
+        fit(tmp_path, *others, Stops("amid", at), last=AT_ONCE, **validation)
+    assert kept(tmp_path) == {"last": at - 1, "previous": at - 2, f"step={at - 1}": at - 1, "best": at - 1}
+    others = ModelCheckpoint(monitor="step", mode="max", filename="{step}"), BestCheckpoint("step")
+    fit(tmp_path, *others, last=AT_ONCE, ckpt_path=tmp_path / "checkpoints" / "last.ckpt", **validation)
+    assert kept(tmp_path) == {"last": 6, "previous": 5, "step=6": 6, "best": 6}
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
