@@ -137,7 +137,7 @@ class PromptDataModule(LightningDataModule):
             rank_zero_info(f"data: completions also end at {', '.join(map(repr, self.stop))}")
         name = type(self.source).__name__
         validation = check_problems(self.source.validation(), name)
-        self._validation = self._prompts(tokenizer, validation[: self.val_limit], "validation")
+        self._validation = self._prompts(tokenizer, self._limited(validation, "validation"), "validation")
         if reads_train:
             train = check_problems(self.source.train(), name)
             settings = [self.system_prompt, self.question_template, self._arguments]
@@ -149,7 +149,7 @@ class PromptDataModule(LightningDataModule):
                 rank_zero_info(f"data: removed {self.num_shared} training problems that are also in validation")
             train, held_out = hold_out(train, self.held_out)
             if self.held_out:
-                self._held_out = self._prompts(tokenizer, held_out[: self.val_limit], "held-out")
+                self._held_out = self._prompts(tokenizer, self._limited(held_out, "held-out"), "held-out")
             self._train = self._prompts(tokenizer, train, "train")
 
     @property
@@ -229,6 +229,13 @@ class PromptDataModule(LightningDataModule):
 
     def _rank(self) -> dict[str, int]:
         return {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}
+
+    def _limited(self, problems: Sequence[Problem], side: str) -> Sequence[Problem]:
+        if self.val_limit is not None and self.val_limit < len(problems):
+            rank_zero_info(
+                f"data: of {len(problems)} {side} problems only the first {self.val_limit} are used (data.val_limit)"
+            )
+        return problems[: self.val_limit]
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], side: str) -> list[Prompt]:
         if not problems:

@@ -205,9 +205,11 @@ def test_the_limit_that_is_advised_is_the_lowest_that_works(share):
         check_lengths(lengths, "train", limit=advised - 1, max_dropped_share=share)
 
 
-def test_validation_questions_leave_training_also_those_beyond_the_limit(tokenizer_path):
+def test_validation_questions_leave_training_also_those_beyond_the_limit(tokenizer_path, caplog):
     shared = problems(3) + [Problem(" 4+1=?\n", "5")]
-    data = module(tokenizer_path, problems(10), shared, batch_size=6, val_limit=1)
+    with caplog.at_level(logging.INFO):
+        data = module(tokenizer_path, problems(10), shared, batch_size=6, val_limit=1)
+    assert "of 4 validation problems only the first 1 are used (data.val_limit)" in caplog.text
     assert data.num_shared == 4
     (batch,) = data.train_dataloader()
     assert sorted(prompt.answer for prompt in batch) == ["10", "4", "6", "7", "8", "9"]
