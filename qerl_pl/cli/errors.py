@@ -37,6 +37,7 @@ TYPES = {
     "str": "text",
     "bool": "true or false",
     "list": "a list",
+    "tuple": "a list",
     "NoneType": "null",
     "pathlib.Path": "a path",
     "collections.abc.Iterable": "a list",

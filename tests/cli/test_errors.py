@@ -84,6 +84,15 @@ def test_names_of_verl_lead_to_settings_that_mean_the_same(name, setting):
     assert said == f"there is no setting {name}; did you mean {setting}?"
 
 
+def test_a_word_in_place_of_a_list_is_told_that_a_list_is_expected():
+    errors = "Errors:\n    - Expected a <class 'tuple'>\n    - Expected a <class 'NoneType'>\n  "
+    message = (
+        f"Parser key \"model.lora.targets\":\n  {errors}Given value type: <class 'str'>\n  Given value: all-linear"
+    )
+    said = in_short(message, keys=KEYS, arguments=[])
+    assert said == "model.lora.targets is 'all-linear'; expected a list or null"
+
+
 @pytest.mark.parametrize("given", ["NestedArg(key='lr', val='2e-3')", "{'init_args': {'lr': 0.002}}"])
 def test_settings_of_a_class_that_is_not_named_ask_for_the_class(given):
     kind = "typing.Callable[[collections.abc.Iterable], torch.optim.optimizer.Optimizer]"
