@@ -18,9 +18,9 @@ TILE = 64, 64  # rows and columns per program of ``add_grouped``, powers of 2, a
 
 
 def summed(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    """Add up the outputs of the k experts of each of T tokens, multiplied by ``weights`` [T, k] unless they are None,
-    to [T, N]. ``rows`` [T k, N] are sorted by expert; ``inverse`` [T, k] int64 has the indices of each token's rows;
-    both are contiguous. The result equals ``grouped.summed`` bit for bit."""
+    """Add up the outputs of the k experts of each of T tokens, to [T, N]. The outputs are multiplied by ``weights`` [T,
+    k] if these are given. ``rows`` [T k, N] are sorted by expert; ``inverse`` [T, k] int64 has the indices of each
+    token's rows; both are contiguous. The result equals ``grouped.summed`` bit for bit."""
     assert rows.is_contiguous(), rows.stride()
     assert inverse.is_contiguous(), inverse.stride()
     (tokens, chosen), width = inverse.shape, rows.shape[1]
@@ -46,8 +46,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def swiglu_gradients(gate: Tensor, up: Tensor, d_product: Tensor, share: Tensor) -> tuple[Tensor, ...]:
     """Compute the backward pass of y = share * silu(gate) * up, with a factor ``share`` of each row and ``d_product``,
-    the gradient with respect to y, all contiguous. Returns the gradients with respect to gate, up and share, and the
-    product silu(gate) * up (``grouped.swiglu_gradients``)."""
+    the gradient of the loss with respect to y, all contiguous. Returns the gradients with respect to gate, up and
+    share, and the product silu(gate) * up. ``grouped.swiglu_gradients`` computes the same in plain PyTorch."""
     tensors = gate, up, d_product, share
     assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
     d_gate, d_up, product = (torch.empty_like(gate) for _ in range(3))

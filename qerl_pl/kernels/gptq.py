@@ -20,7 +20,7 @@ def round_columns(
 ) -> tuple[Tensor, Tensor]:
     """Round some columns of a weight by GPTQ, with the arguments and results of ``quant.rounding.round_columns``; the
     weight and the scales must be contiguous. On a GPU a product and a sum may be rounded once instead of twice, so a
-    weight about halfway between two values may get the other one."""
+    weight about halfway between two values may be rounded to the other one than in plain PyTorch."""
     assert weight.is_contiguous(), weight.stride()
     assert scale.is_contiguous(), scale.stride()
     (rows, width), start = weight.shape, columns.start

@@ -86,8 +86,8 @@ def _compiled(
 
 
 def _is_plain(argument: Tensor | int) -> bool:
-    """Return whether ``launch`` may choose the variant without Triton's inspection of this argument: a tensor whose
-    address is a multiple of 16, or an integer below 2^31."""
+    """Return whether ``launch`` may choose the variant without Triton's inspection of ``argument``, an argument of the
+    kernel: it is a tensor whose address is a multiple of 16, or an integer below 2^31."""
     return argument.data_ptr() % 16 == 0 if isinstance(argument, Tensor) else argument < 2**31
 
 

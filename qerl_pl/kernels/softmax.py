@@ -33,8 +33,8 @@ def logit_gradient(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute the gradient of a loss with respect to the logits [R, V] fp32, as [R, V] of ``dtype``. ``d_logprobs`` and
-    ``d_entropy`` [R] fp32 are its gradients with respect to log-probabilities and entropies (None counts as zero);
-    ``entropy`` and ``log_partition`` [R] are results of ``statistics``."""
+    ``d_entropy`` [R] fp32 are the loss's gradients with respect to log-probabilities and entropies, and None counts as
+    zero; ``entropy`` and ``log_partition`` [R] are results of ``statistics``."""
     assert logits.is_contiguous(), logits.stride()
     out = torch.empty_like(logits, dtype=dtype)
     tensors = targets, entropy, log_partition, d_logprobs, d_entropy
