@@ -73,9 +73,9 @@ class DecodingGraphs:
     have been captured, and call vLLM's methods in any other step.
 
     The first step with a new number of sequences is launched by vLLM, which compiles the kernels; then the same
-    launches are captured. All graphs are replayed in order on vLLM's stream, so they share memory. vLLM copies the
-    sampled tokens of each step to the host on another stream, and the next sampling graph, which writes to the same
-    addresses, waits for this copy.
+    launches are captured. All graphs are replayed in order on vLLM's stream, so those that write inputs share memory,
+    and so do those that sample. vLLM copies the sampled tokens of each step to the host on another stream, and the next
+    sampling graph, which writes to the same addresses, waits for this copy.
     """
 
     def __init__(self, runner: GPUModelRunner, most: int) -> None:
@@ -99,8 +99,8 @@ class DecodingGraphs:
         self.step: Step | None = None
         """The graphs of the running step; None if its inputs were written without a graph."""
         self.uncaptured: tuple[InputBatch, BatchExecutionDescriptor] | None = None
-        """Batch of the running step and vLLM's descriptor of its graph, if its inputs were written without a graph, so
-        that ``sample`` captures the same launches."""
+        """Batch of the running step and vLLM's descriptor of its graph, if vLLM has written the model's inputs without
+        a graph and ``sample`` is to capture the same kernel launches; else None."""
         self.kind: Hashable = None
         """Value of ``kind_of_sampling`` for the running batch; None: not determined yet, or not captured."""
         self.is_updated = False
@@ -263,9 +263,9 @@ def is_decoding(state: BatchReqState, desc: BatchExecutionDescriptor, most: int)
 
 
 def kind_of_sampling(sampler: Sampler, rows: np.ndarray) -> Hashable:
-    """Return a key that is equal for two decoding steps if vLLM's sampler launches the same kernels in both; None, for
-    which nothing is captured, if a sequence uses another option than temperature and log-probabilities. ``rows`` are
-    the indices of the sequences in vLLM's tables of sampling options."""
+    """Return a key that is equal for two decoding steps if vLLM's sampler launches the same kernels in both. The key is
+    None, for which no graph is captured, if a sequence uses another option than temperature and log-probabilities.
+    ``rows`` are the indices of the sequences in vLLM's tables of sampling options."""
     states, processors = sampler.sampling_states, sampler.logits_processors
     biases, penalties, words = (vars(processor) for processor in processors)
     temperature = states.temperature.np[rows]

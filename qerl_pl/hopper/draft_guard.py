@@ -20,8 +20,8 @@ from qerl_pl.rollout.vllm.draft_counts import DraftCounts
 CLASSES = tuple(number for number in VERIFICATION if number <= DRAFTS_BY_SEQUENCES[-1][0])
 """Classes of decoding steps, each given by the largest number of sequences in its steps."""
 KNOWN = 512
-"""Smallest number of verifications at which a class of decoding steps may lose its drafts; with fewer, the mean number
-of tokens per verification is too uncertain."""
+"""Smallest number of verifications with which drafts may be turned off for a class of decoding steps; with fewer, the
+mean number of tokens per verification is too uncertain."""
 
 
 def by_class(counts: DraftCounts) -> list[list[int]]:
@@ -47,8 +47,9 @@ def remembered(history: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -
 
 
 def _with_all_classes(history: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Append zeros for classes that are missing in ``history``, which is empty before the first rollout, and shorter
-    in a checkpoint of a release that had no drafts at so many sequences."""
+    """Append rows of zeros to ``history`` until there is one for each class of decoding steps (``CLASSES``). It is
+    empty before the first rollout, and shorter in a checkpoint of an older release, which did not draft in the largest
+    steps."""
     return [*history, *[[0, 0, 0]] * (len(CLASSES) - len(history))]
 
 

@@ -131,7 +131,8 @@ def launch(
 
 
 def checked(result: Any) -> tuple[Any, ...]:
-    """Return the values of a call of the CUDA bindings after its status; RuntimeError if the status is an error."""
+    """Return what a function of the CUDA bindings has returned after its status. Raises RuntimeError if the status is
+    an error."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error!r}")

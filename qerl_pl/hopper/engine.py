@@ -48,8 +48,8 @@ def loading(policy: Policy) -> Iterator[None]:
 
 
 def loader_hooks() -> Any:
-    """Return the module ``one_copy``, whose functions ``unread``, ``lend`` and ``loaded`` this project's model loader
-    for vLLM calls, so that vLLM uses the trainer's base weights instead of a second copy."""
+    """Return the module ``one_copy``. This project's model loader for vLLM calls its functions ``unread``, ``lend`` and
+    ``loaded``, so that vLLM uses the trainer's base weights instead of a second copy."""
     from qerl_pl.hopper import one_copy
 
     return one_copy

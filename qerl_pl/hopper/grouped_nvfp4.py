@@ -61,7 +61,7 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 4
     registers: int = 128
-    """Most registers of a thread: 128 let 16 warps run on an SM at the same time, and 168 let 12."""
+    """Largest number of registers of a thread: 128 let 16 warps run on an SM at the same time, and 168 let 12."""
 
 
 def choose_tile(num_rows: int, num_experts: int) -> Tile:

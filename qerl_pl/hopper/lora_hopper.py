@@ -158,8 +158,8 @@ def shrink_arguments(adapter: Adapter | None) -> list[Any]:
 
 
 def hidden_clusters(adapter: Adapter) -> int:
-    """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T of an adapter: for
-    each of its matrices A, one per ``BLOCK_RANKS`` rows (of R, the adapter's rank)."""
+    """Return the number of clusters of thread blocks with which the decode GEMM computes h = x A^T of an adapter: one
+    for each ``BLOCK_RANKS`` of the R rows of each of its matrices A [R, K]."""
     return len(adapter.a) * -(-len(adapter.a[0]) // BLOCK_RANKS)
 
 

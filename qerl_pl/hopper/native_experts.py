@@ -69,8 +69,8 @@ class Adopted(NamedTuple):
 
     def holds(self, linears: Sequence[FrozenLinear]) -> Tensor:
         """Return, as a tensor [] bool, whether the kernel of this MoE layer still reads the trainer's memory, and the
-        checksums of the weights there are still those taken when the model was loaded. ``linears`` are gate, up and
-        down of the trainer's first expert; their addresses, at which the memory of all experts starts, are compared
+        checksums of its weights, computed again, equal those taken when the model was loaded. ``linears`` are gate, up
+        and down of the trainer's first expert; their addresses, at which the memory of all experts starts, are compared
         with the kernel's."""
         firsts = zip(self.stacks, linears, strict=True)
         is_shared = all(stack.codes.data_ptr() == linear.codes.data_ptr() for stack, linear in firsts)
@@ -192,9 +192,9 @@ def unread(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> set[str]:
 
 
 def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Collection[str]) -> None:
-    """Store, in each MoE layer whose experts are in ``unread`` (names of ``Fused.name``), a reference to the trainer's
-    weights for ``install``. The layer's parameters become placeholders on the GPU that take no memory, so that vLLM has
-    nothing to copy to the GPU."""
+    """Store a reference to the trainer's weights, for ``install``, in each MoE layer whose experts vLLM has not read
+    from the checkpoint (``unread`` has their names, as in ``Fused.name``). The layer's parameters become placeholders
+    on the GPU that take no memory, so that vLLM has nothing to copy to the GPU."""
     for parent, layer, stacks in lent_layers(model, linears):
         if f"{parent}.0.down_proj" in unread:
             layer.trainers_experts = stacks

@@ -152,7 +152,8 @@ def nvfp4_linear(
     between it and the GEMM of ``down``; otherwise vLLM's kernel does, with the same roundings.
 
     Args:
-        x, weight, weight_scale, weight_scale_2, bias, next_weight: as in ``nvfp4_decode.decode_linear``.
+        x, weight, weight_scale, weight_scale_2, bias, next_weight: the arguments ``x``, ``weight``, ``scales``,
+            ``global_scale``, ``bias`` and ``next_weight`` of ``nvfp4_decode.decode_linear``.
         gated: whether the layer is the fused gate and up of an MLP.
         a, b: LoRA's matrices, one A [R, K] and one B [n, R] for each part of a fused layer; empty without an adapter.
         indices: [T] or longer, int64: -1 for a token without the adapter.

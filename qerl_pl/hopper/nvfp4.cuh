@@ -51,8 +51,9 @@ FUNCTION void prefetch_b(const Adapter &adapter, int n, int N) {
 }
 
 // Adds h B^T to a warp's sums of COUNT x 16 outputs and TILES x 8 tokens; the outputs start at n and lie in one slice.
-// The thread blocks of a cluster hold partial sums of the same outputs; for each 16 outputs, one of them adds the
-// product. B is loaded first; ``wait`` returns when h is complete, and then h is loaded in groups of IN_FLIGHT tiles.
+// The thread blocks of a cluster hold partial sums of the same outputs; for each 16 outputs, one of these thread blocks
+// adds the product. B is loaded first; ``wait`` returns when h is complete, and then h is loaded in groups of IN_FLIGHT
+// tiles.
 template <int COUNT, int TILES, int IN_FLIGHT, typename Wait>
 FUNCTION void add_adapter(float *sums, const Adapter &adapter, int n, int first_token, int tokens, int splits,
                           Wait wait) {

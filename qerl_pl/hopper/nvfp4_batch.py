@@ -120,7 +120,8 @@ def _fastest(num_tokens: int, outputs: int, inputs: int, fuses_lora: bool) -> Sc
 @cache
 def spare_sms(schedule: Schedule, num_tokens: int, outputs: int, inputs: int) -> lora_hopper.SpareSMs:
     """Predict how many SMs the batch GEMM leaves idle for ``lora_hopper.shrink``, and for how many seconds. If SMs run
-    several thread blocks one after another, an SM that would finish early counts as idle from the start."""
+    several thread blocks one after another, the GEMM may take as long without some of the SMs. Their time is counted as
+    that of more SMs which are idle only while the others compute their first thread block."""
     _, splits, blocks = schedule
     whole, waves = seconds(schedule, num_tokens, outputs, inputs), _waves(schedule, num_tokens)
     if splits > 1:
@@ -245,8 +246,8 @@ def batch_linear(
     """Compute y = x W^T + bias by the batch GEMM, plus a LoRA adapter's h B^T if ``update`` gives h and B, and round
     the sum to bf16 once: [T, N] bf16.
 
-    All arguments before ``update`` are as in ``nvfp4_decode.decode_linear``. The CUDA driver refuses (RuntimeError) an
-    x whose address is no multiple of 16.
+    All arguments before ``update`` are those of ``nvfp4_decode.decode_linear`` with the same names. The CUDA driver
+    refuses (RuntimeError) an x whose address is no multiple of 16.
     """
     x = x.contiguous()
     (num_tokens, inputs), outputs = x.shape, scales.shape[1]

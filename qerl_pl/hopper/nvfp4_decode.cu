@@ -6,7 +6,8 @@
 // own fragments, and for more tokens by wgmma, which is faster then. The j-th wgmma takes the j-th fragment of each
 // warp's tile, and the tokens from shared memory. The thread blocks that compute the same 256 outputs over different
 // parts of the inputs form a cluster, which adds up its sums in shared memory. If W is the fused gate and up of an MLP
-// and y = silu(gate) * up, half of a thread block's outputs are of gate, and the others the same ones of up.
+// and y = silu(gate) * up, 128 of a thread block's outputs are of gate, and the others are the outputs of up with the
+// same indices.
 
 struct Next {  // the start of the weight that the next GEMM reads
   const char *weight;  // null to fetch nothing

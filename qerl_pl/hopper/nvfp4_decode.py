@@ -73,9 +73,9 @@ WIDE_OF_8 = Variant(8, 1, 4, 3, 5)  # for outputs in ``costs.FIVE_PER_SM`` and u
 NARROW = {8: Variant(8, 2, 4, 3, 2), 16: Variant(16, 2, 4, 3, 2), 32: Variant(32, 2, 4, 3, 2)}
 NARROW_LONG = {8: Variant(8, 4, 8, 2, 1), 16: Variant(16, 4, 8, 2, 1), 32: Variant(32, 4, 4, 2, 1)}
 NARROW_FULL = {8: Variant(8, 2, 4, 6, 1), 16: Variant(16, 2, 4, 6, 1), 32: Variant(32, 2, 4, 5, 1)}
-"""Variants for linear layers like ``down``, which start while the GEMM before them ends. Their thread blocks are so
-large that an SM has room for only one; with smaller ones, the SMs that are free first would get two each, and other SMs
-none."""
+"""Kernel variants for narrow linear layers with many inputs, like ``down``. Their thread blocks start while the GEMM
+before them is ending, and are so large that an SM has room for only one; with smaller ones, the SMs that are free first
+would get two each, and other SMs none."""
 HALF_STAGES = {8: WIDE_OF_8, 16: WIDE[32], 32: WIDE[32]}
 """Variants with pipeline stages of 4 k-blocks, for K that is no multiple of 8 k-blocks, as in SmolLM2-135M."""
 VARIANTS = [*WIDE.values(), WIDE_OF_8, *NARROW.values(), *NARROW_LONG.values(), *NARROW_FULL.values()]
@@ -232,6 +232,6 @@ def _fetched(weight: Tensor | None, num_tokens: int, blocks: int) -> tuple[Tenso
 
 
 def humming_bias(bias: Tensor) -> Tensor:
-    """Reorder a bias [N] as the kernels, and those of the library Humming, read it: of every 32 outputs n, first those
-    with n % 8 in (0, 1), then (2, 3), and so on. Applied twice, it gives the original order."""
+    """Reorder a bias [N] as this project's GEMM kernels and those of the library Humming read it: of every 32 outputs
+    n, first those with n % 8 in (0, 1), then (2, 3), and so on. Applied twice, it gives the original order."""
     return bias.view(-1, 4, 4, 2).transpose(1, 2).reshape(-1)

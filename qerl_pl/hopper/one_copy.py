@@ -37,7 +37,8 @@ class Adopted(NamedTuple):
 
     def holds(self, layer: Any, parts: Sequence[FrozenLinear]) -> Tensor:
         """Return, as a tensor [] bool, whether a linear layer of vLLM still uses the memory of the trainer's layers
-        ``parts`` that are fused in it, and the checksums there are unchanged."""
+        ``parts`` that are fused in it, and the checksums of its weights, computed again, equal those taken when the
+        model was loaded."""
         whole = whole_of([part.packed for part in parts])
         is_shared = whole is not None and whole.codes.data_ptr() == layer.weight.data_ptr()
         return (digest_of(layer) == self.digest).all() & is_shared
@@ -66,8 +67,9 @@ def put_in_tile_order(linears: Linears) -> None:
 
 
 def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
-    """Return the linear layers and experts of vLLM's model whose codes and block scales vLLM need not read from the
-    checkpoint, because the trainer has them in GPU memory, with the names of the trainer's layers fused in each."""
+    """Return the names of the linear layers and experts of vLLM's model whose codes and block scales vLLM need not read
+    from the checkpoint, because the trainer has them in GPU memory, each with the names of the trainer's layers that
+    are fused in it."""
     found = {
         name: members
         for name, _, members, parts in fused_linears(model, linears)
@@ -83,9 +85,9 @@ def unread(model: nn.Module, linears: Linears) -> dict[str, list[str]]:
 def lend(model: nn.Module, linears: Linears, *, unread: Collection[str] = ()) -> None:
     """Store, in each linear layer of vLLM, a reference to the trainer's weight, or None if the trainer's weight is not
     in the layout of the CUDA kernels; ``give`` and ``adopt`` use the reference later. ``unread`` has the names of
-    layers whose weights vLLM has not read from the checkpoint: their parameters become placeholders on the trainer's
-    device that take no memory, so that vLLM has nothing to copy to the GPU. The experts of MoE layers are treated in
-    the same way."""
+    layers whose weights vLLM has not read from the checkpoint: their parameters become placeholders, which take no
+    memory, on the device of the trainer's weights, so that vLLM has nothing to copy to the GPU. The experts of MoE
+    layers are treated in the same way."""
     for name, layer, _, parts in fused_linears(model, linears):
         layer.trainers_weight = whole = whole_of([part.packed for part in parts])
         if name in unread and whole is not None:

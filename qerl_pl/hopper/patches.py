@@ -84,7 +84,8 @@ def native_nvfp4_linears(kernel: Callable[[], Any], update: Callable[..., Any]) 
     Versions: vLLM 0.32. Upstream: no issue known.
 
     ``kernel`` creates the kernel object of one linear layer. ``update`` computes a linear layer together with its LoRA
-    adapter; it replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls it for other kernel classes.
+    adapter; it replaces ``_apply_sync`` of vLLM's LoRA layers permanently, and calls the replaced method for other
+    kernel classes.
     """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 

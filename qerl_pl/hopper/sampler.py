@@ -25,7 +25,7 @@ def sampled_scores(
     **others: Any,
 ) -> LogprobsTensors:
     """Compute the log-probabilities of T sampled tokens, and their ranks, from logits [T, V]. Replaces vLLM's
-    ``compute_topk_scores``, which is still called if log-probabilities of other tokens are wanted."""
+    ``compute_topk_scores``, but calls it if log-probabilities of other tokens are wanted, too."""
     if num_logprobs or max_per_req_token_ids or logits_mode:
         others |= {"max_per_req_token_ids": max_per_req_token_ids, "logits_mode": logits_mode}
         return compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, **others)
@@ -35,7 +35,7 @@ def sampled_scores(
 
 def copy_if_changed(self: UvaBackedTensor, n: int | None = None) -> torch.Tensor:
     """Copy one of vLLM's tables with the state of sequences to the GPU if it has changed since the last call, always to
-    the same address, so that CUDA graphs can read it; return its first n rows there. Replaces
+    the same address, so that CUDA graphs can read it, and return the first n rows of the copy. Replaces
     ``UvaBackedTensor.copy_to_uva``."""
     copied = vars(self).get("copied")  # values on the GPU; None: ``self.gpu`` is still vLLM's buffer
     if copied is None:

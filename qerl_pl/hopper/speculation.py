@@ -33,8 +33,8 @@ def arguments(max_num_seqs: int) -> dict[str, Any]:
     They include the number of drafted tokens per sequence, by the number of sequences in a decoding step. vLLM uses
     these numbers only to choose which CUDA graphs it captures; before each call of ``generate``, the engine gives
     vLLM's scheduler the numbers that ``draft_guard`` has chosen, which may be 0. So vLLM must also capture graphs
-    without drafts, which it does only if some number of sequences up to ``max_num_seqs`` has 0 drafts here. If none
-    would have 0 otherwise, steps of one sequence get it.
+    without drafts, which it does only if some number of sequences up to ``max_num_seqs`` has 0 drafts in these
+    arguments. If no number would otherwise have 0 drafts, steps of one sequence are given 0.
     """
     before = ((1, 0),) if 1 < max_num_seqs <= DRAFTS_BY_SEQUENCES[-1][0] else ()
     ranges, first = [], 1
