@@ -35,12 +35,12 @@ class Sampling:
     Args:
         num_completions: completions per prompt (GRPO's G).
         max_tokens: longest completion, in tokens.
-        temperature: divisor of the logits, at least 0.01; 0 means greedy decoding.
+        temperature: divisor of the logits, at least 0.01, or 0 for greedy decoding.
         top_p: sample from the most likely tokens up to this probability mass; 1 keeps all tokens.
         top_k: sample from this number of most likely tokens; 0 keeps all tokens.
         stop: strings that end a completion. The last token of the completion is the one that completes the string, and
-            the completion counts as finished. In a configuration, set ``data.stop`` instead of this field; it applies
-            to training and evaluation.
+            the completion counts as finished. In a configuration, set ``data.stop``, which applies to training and
+            evaluation, instead of this field.
     """
 
     num_completions: int = 8
@@ -82,9 +82,9 @@ class Sampling:
 def check_groups(
     groups: Sequence[Sequence[Completion]], prompts: Sequence[object], sampling: Sampling, *, engine: str
 ) -> None:
-    """Check the completions that ``RolloutEngine.generate`` returned. Raises CheckFailed if their number is not the
-    requested one, or if a completion is empty, has more than ``sampling.max_tokens`` tokens, has not one
-    log-probability per token, or has a log-probability that is not finite."""
+    """Check the completions that ``RolloutEngine.generate`` returned. Raises CheckFailed if the number of groups, or of
+    completions in a group, is not the requested one, or if a completion is empty, has more than ``sampling.max_tokens``
+    tokens, does not have one log-probability per token, or has a log-probability that is not finite."""
     if len(groups) != len(prompts):
         raise CheckFailed(f"{engine} returned {len(groups)} groups of completions for {len(prompts)} prompts")
     for index, group in enumerate(groups):
@@ -112,8 +112,8 @@ def checked_routes(
 ) -> list[list[Completion]]:
     """Check the routes of completions of a mixture-of-experts model, that is, the indices of the experts that computed
     each token (``Completion.routes``), and return the completions with routes in the smallest dtype that holds these
-    indices. Raises CheckFailed if routes are missing, if they are not those of all tokens of prompt and completion but
-    the last, or if an index is not that of an expert."""
+    indices. Raises CheckFailed if routes are missing, if they do not cover all tokens of prompt and completion except
+    the last, or if an index is not in the range of the experts' indices."""
     checked = []
     for index, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
         checked.append([])
@@ -155,19 +155,21 @@ class RolloutEngine(Protocol):
 
     @property
     def returns_routes(self) -> bool:
-        """Whether ``generate`` can return the experts that computed each token of a mixture-of-experts model
-        (``Completion.routes``). It must return them if ``Policy.replays_routes`` is set when the engine starts."""
+        """Whether ``generate`` can return the indices of the experts that computed each token of a mixture-of-experts
+        model (``Completion.routes``). ``generate`` must return them if ``Policy.replays_routes`` is set when the engine
+        starts."""
         ...
 
     @property
     def batch_tokens(self) -> int:
-        """Largest number of tokens in the KV cache of the sequences that are sampled together; read only if ``memory``
-        is None."""
+        """Largest number of tokens in the KV cache of the sequences that are sampled together. The memory plan reads it
+        only if ``memory`` is None."""
         ...
 
     def plan_memory(self, planned: EngineMemory | None) -> None:
-        """Take the sizes that the memory plan has chosen, before ``start`` is called: ``memory`` with all open sizes
-        filled in, such as the bytes of the KV cache; None if ``memory`` is None."""
+        """Take the sizes that the memory plan has chosen; called before ``start``. ``planned`` is ``memory`` with
+        values for all sizes that the settings leave open, such as the bytes of the KV cache; it is None if ``memory``
+        is None."""
         ...
 
     def start(self, policy: Policy, *, max_model_len: int) -> None:
@@ -179,17 +181,17 @@ class RolloutEngine(Protocol):
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | Sequence[int], *, adapter: bool = True
     ) -> list[list[Completion]]:
         """Sample ``sampling.num_completions`` completions per prompt, and return them grouped by prompt. Calls with
-        equal arguments return equal tokens.
+        equal arguments return equal tokens, as long as adapter and noise are the same.
 
         Args:
             prompts: token ids of each prompt.
             sampling: settings such as the temperature.
-            seed: one seed for the whole call, or one per prompt. With one per prompt, prompts with equal tokens and
-                equal seeds get equal completions.
+            seed: one seed for the whole call, or one per prompt. With one per prompt, prompts with equal tokens need
+                different seeds: with equal seeds, their completions may be equal.
             adapter: False samples from the base without the adapter.
 
-        Raises ValueError, after which the engine can still be used, if a prompt is empty, holds an unknown token, or
-        leaves no room for a completion.
+        Raises ValueError, after which the engine can still be used, if a prompt is empty, has a token id outside the
+        vocabulary, or leaves no room for a completion of ``sampling.max_tokens`` tokens.
         """
         ...
 
@@ -198,8 +200,9 @@ class RolloutEngine(Protocol):
         ...
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Set the adapter with which completions are sampled. The norm weights keep their noise, and prefixes cached
-        with the old adapter are no longer used. Raises ValueError for tensors with other names or shapes."""
+        """Set the adapter with which completions are sampled. The norm weights keep their noise, and keys and values
+        that were cached with the previous adapter are no longer used. Raises ValueError for tensors with other names or
+        shapes."""
         ...
 
     def set_norm_noise(self, noise: NormNoise) -> int:
@@ -221,7 +224,8 @@ class RolloutEngine(Protocol):
 
     def free_cache(self) -> bool:
         """Free the KV cache of a sleeping engine, if the memory plan has let it stay allocated, and make every later
-        ``sleep`` free it. The trainer calls it when a pass has run out of memory. Returns whether memory was freed."""
+        ``sleep`` free it. The trainer calls this method when a forward or backward pass has run out of memory. Returns
+        whether memory was freed."""
         ...
 
     def wake(self) -> None:
@@ -239,8 +243,9 @@ def expected_fingerprint(
     """Compute the checksums that ``RolloutEngine.fingerprint`` must return, from the trainer's tensors.
 
     ``adapter`` has the fp32 LoRA weights by PEFT's names; norm weights in it are ignored. ``norms`` has the noisy
-    weights of all norms that get noise, by the model's names. The checksums are of the values that engines hold: LoRA's
-    A, and its B times ``scaling`` (alpha / r, or alpha / sqrt r), both rounded to ``dtype``, and norm weights in fp32.
+    weights of all norms that get noise, by their names in the model. The checksums are of the values that engines hold:
+    LoRA's A, and its B times ``scaling`` (alpha / r, or alpha / sqrt r), both rounded to ``dtype``, and norm weights in
+    fp32.
     """
     due = {name: weight.to(torch.promote_types(weight.dtype, torch.float32)) for name, weight in norms.items()}
     for name, matrix in adapter.items():

@@ -1,4 +1,4 @@
-"""Choose the completions of a rollout that the trainer's model scores, of equal ones only one."""
+"""Choose the completions of a rollout that the trainer's model scores; of equal completions, it scores only one."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -19,8 +19,9 @@ class Choice(NamedTuple):
 
 
 def choose(batch: ScoredBatch, order: Iterable[int], max_tokens: int) -> Choice:
-    """Choose the first rows of a batch, given its indices in the order of preference. ``max_tokens`` limits the tokens
-    of distinct rows, prompts included, of all ranks together; each rank may exceed its share by at most one row."""
+    """Choose rows of a batch (prompts with one completion each), in the order in which ``order`` has their indices.
+    ``max_tokens`` limits the number of tokens, prompts included, in the distinct chosen rows of all ranks together.
+    Each rank gets an equal share of this limit, which its last row may exceed."""
     limit, total, choice = max_tokens / ranks.num_ranks(), 0, Choice([], [], [])
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for row in order:

@@ -25,8 +25,8 @@ PEFT_PREFIX = "base_model.model."
 def check_prompts(
     prompts: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, max_tokens: int = 0
 ) -> None:
-    """Raise ValueError for the first prompt that is empty, holds an unknown token, or leaves fewer than ``max_tokens``
-    of ``max_model_len`` tokens for the completion (0 if sequences are only scored)."""
+    """Raise ValueError for the first prompt that is empty, has a token id outside the vocabulary, or is too long: with
+    a completion of ``max_tokens`` tokens (0 if sequences are only scored) it would have more than ``max_model_len``."""
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; expected at least one token")
@@ -106,7 +106,8 @@ def trained_norms(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors in ``wanted`` that differ from those in ``live``, with one wait for the GPU."""
+    """Return the names of the tensors in ``wanted`` that differ from those in ``live``, waiting for the GPU only
+    once."""
     if not wanted:
         return []
     differ = torch.stack([(live[name] != tensor).any() for name, tensor in wanted.items()])
@@ -114,14 +115,14 @@ def different(live: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[
 
 
 def padded_routes(routes: Sequence[Tensor]) -> Tensor | None:
-    """Pad ``Completion.routes`` of B rows, [tokens - 1, L layers, k experts] each, with 0 to one tensor [B, S, L, k],
-    where S is the largest number of tokens of a row; None if ``routes`` is empty."""
+    """Pad ``Completion.routes`` of B rows (prompts with completions), [tokens - 1, L layers, k experts] each, with 0 to
+    one tensor [B, S, L, k], where S is the largest number of tokens of a row; None if ``routes`` is empty."""
     return F.pad(pad_sequence([*routes], batch_first=True), (0, 0, 0, 0, 0, 1)) if routes else None
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad B rows of tokens with token 0 to the longest, S tokens, on the left or right; returns tokens [B, S] int64 and
-    a mask [B, S] bool, True for tokens of the rows, both on ``device``."""
+    a mask [B, S] bool, False at padding, both on ``device``."""
     side = "left" if left else "right"
     tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side=side)
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]

@@ -34,10 +34,10 @@ PROBE = "samples after another adapter was loaded (it is not used, or cached pre
 
 MARGIN = 4.0
 """Difference between engine and trainer, as a multiple of the trainer's rounding errors, above which an engine counts
-as wrong, if the difference also exceeds a tolerance in nats. Correct engines differ by about 1."""
+as wrong, if the difference also exceeds a tolerance in nats. For correct engines, this multiple is about 1."""
 MOST = 4 * MARGIN
-"""Upper limit of the difference at one token, as a multiple of the rounding errors there; larger ones are lowered to
-it, so that no single token decides the mean."""
+"""Upper limit of the difference at one token, as a multiple of the rounding errors there. Larger differences are
+lowered to this limit, so that no single token decides the mean."""
 
 
 class Gap(NamedTuple):
@@ -53,8 +53,8 @@ class Gap(NamedTuple):
     """Absolute change of the trainer's log-probability by the probe adapter, in nats; nan without a probe adapter."""
 
     def is_wrong(self, tolerance: float) -> bool:
-        """Return whether engine and trainer differ by more than a correct engine can: by NaN, or by more than
-        ``tolerance`` nats and also more than ``MARGIN`` times what rounding errors cause."""
+        """Return whether engine and trainer differ by more than a correct engine can: the difference is NaN, or it is
+        more than ``tolerance`` nats and also more than ``MARGIN`` times what rounding errors cause."""
         return not (self.nats <= tolerance or self.excess <= MARGIN)
 
 
@@ -117,8 +117,9 @@ def score_gaps(
     - If ``strength`` is neither 0 nor None, then both get a probe adapter of this strength (``probe_gap``).
 
     Differences are measured relative to rounding errors of ``dtype``, the less precise of the two engines' dtypes.
-    ``seed`` determines the probe adapter and the random rounding errors. It must differ from the seed of the previous
-    check, because keys and values of prefixes with the previous probe adapter may still be cached.
+    ``seed`` determines the probe adapter, and the random errors that are added in the trainer's model to estimate its
+    rounding errors. It must differ from the seed of the previous check, because the engine may still have cached keys
+    and values that were computed with the previous probe adapter.
     """
     engine, gaps = loop.engine, {}
     oracle.load_adapter(policy.adapter_state())
@@ -148,10 +149,11 @@ def probe_gap(
 ) -> Gap:
     """Load a random adapter (probe adapter) into both engines, let ``engine`` sample one token after each of several
     prefixes of ``tokens``, and compare the log-probabilities of these tokens. Both must have the policy's adapter
-    before the call, and keep the probe adapter.
+    before the call, and have the probe adapter after it.
 
-    The lengths of the prefixes differ by two tokens. So some prefixes end soon after a block of the prefix cache (of 16
-    tokens or more), where a cache that still holds keys and values of an older adapter changes log-probabilities most.
+    The lengths of the prefixes differ by two tokens. So some prefixes end soon after the end of a block of the prefix
+    cache (which has 16 tokens or more), where a cache that still holds keys and values of an older adapter changes
+    log-probabilities most.
     """
     prompts = [tokens[:-shorter] for shorter in range(1, min(LAST + 1, len(tokens)), 2)]
     adapter = probe_adapter(policy, strength=strength, seed=seed)

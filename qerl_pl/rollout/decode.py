@@ -52,8 +52,8 @@ def check_ends(
     engine: str,
 ) -> None:
     """Raise CheckFailed if ``Completion.finished`` contradicts the completion's tokens. A finished completion ends with
-    an end token or with the token that completes a stop string, and has neither before. An unfinished completion has
-    neither, and ``max_tokens`` tokens."""
+    an end token or with the token that completes a stop string, and contains neither before this token. An unfinished
+    completion contains neither, and has ``max_tokens`` tokens."""
     ends = frozenset(end_tokens)
     for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
         stops = _stop_lengths(prompt, group, sampling.stop, tokenizer)
@@ -86,7 +86,8 @@ def check_ends(
 def _stop_lengths(
     prompt: Prompt, group: Sequence[Completion], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[int | None]:
-    """Return, for each completion, the number of its tokens up to the end of the first stop string, or None."""
+    """Return, for each completion, the number of its tokens up to the end of the first stop string, or None if it
+    contains no stop string."""
     if not stop:
         return [None] * len(group)
     longest = max(len(completion.tokens) for completion in group)

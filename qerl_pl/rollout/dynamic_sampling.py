@@ -61,12 +61,14 @@ class DynamicSampling:
         sample: Callable[[Sequence[Prompt]], ScoredBatch],
         watch: Stopwatch,
     ) -> tuple[ScoredBatch, int]:
-        """Sample completions of ``prompts``, and then of ``more_prompts``, until enough groups to fill the batch have a
-        signal, further prompts have been sampled ``max_refills`` times, or no prompts are left. Every rank must call
-        this method, with equally many ``prompts`` and the same ``more_prompts``.
+        """Sample completions of ``prompts``, and then of ``more_prompts``, until the groups of all ranks that have a
+        signal are enough to fill the batch, further prompts have been sampled ``max_refills`` times, or no prompts are
+        left. Every rank must call this method with ``prompts`` of its own, as many as the other ranks have, and with
+        ``more_prompts`` that are the same on all ranks.
 
-        Returns all groups that this rank sampled, and the number of times that further prompts were sampled. On rank r
-        of W, group j of these belongs to prompt r + j * W of the rollout's sequence of prompts.
+        Returns all groups that this rank sampled, with or without a signal, and the number of times that further
+        prompts were sampled. On rank r of W, the j-th returned group belongs to prompt r + j * W of the rollout's
+        sequence of prompts; both are counted from 0.
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         batch_size = num_sampled = len(prompts) * num_ranks
@@ -98,13 +100,14 @@ class DynamicSampling:
     def choose(
         self, sampled: ScoredBatch, *, batch_size: int, may_move: bool = True
     ) -> tuple[ScoredBatch | None, list[int]]:
-        """Choose the groups to train on: among those of all ranks, the first ``batch_size`` that have a signal. Every
-        rank must call this method, because the ranks exchange groups.
+        """Choose the groups to train on: of the groups of all ranks, in the order of the rollout's sequence of prompts,
+        the first ``batch_size`` that have a signal. Every rank must call this method, because the ranks exchange
+        groups.
 
         Returns the groups that this rank trains on (None if there are none), and the index of each of them among the
-        groups that all ranks train on, in the order of the rollout's sequence of prompts. If ``may_move`` is False,
-        each rank trains only on groups that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have
-        a signal and ``when_short`` is "error".
+        groups that all ranks train on, in the same order. If ``may_move`` is False, each rank trains only on groups
+        that it has sampled. Raises CheckFailed if fewer than ``batch_size`` groups have a signal and ``when_short`` is
+        "error".
         """
         rank, num_ranks = ranks.rank(), ranks.num_ranks()
         shares = ranks.gather_values(sampled.has_signal.tolist())
@@ -138,8 +141,8 @@ class DynamicSampling:
 
 
 def balanced(owners: Sequence[int], num_ranks: int) -> list[int]:
-    """Decide which rank trains on each group, given the rank that sampled it (``owners``): the ranks' numbers of groups
-    differ by at most one, and as few groups as possible move."""
+    """Decide which rank trains on each group, given the rank that sampled it (``owners``): the numbers of groups on
+    which the ranks train differ by at most one, and as few groups as possible are moved to another rank."""
     counts = Counter(owners)
     base, extra = divmod(len(owners), num_ranks)
     by_count = sorted(range(num_ranks), key=lambda rank: -counts[rank])

@@ -40,12 +40,13 @@ ADVICE = (
 
 def gaps_of(trainer: Tensor, other: Tensor, rows: Tensor) -> Gaps:
     """Compare the log-probabilities of the trainer with those of ``other``, such as the sampler, over the tokens of all
-    ranks. Returns the mean absolute difference ("gap"), the value that this mean reaches or exceeds in one of 32 single
-    completions ("high_gap"), the mean difference of logits, as estimated from the log-probabilities ("logit_gap"), the
-    share of tokens whose probabilities differ by a factor above 8 ("far_share"), and the number of different values
-    that the trainer's log-probabilities have ("different"): tokens of equal completions count once, and so do tokens
-    with probability 1. The arguments are for this rank's N tokens: log-probabilities in nats, [N] fp64, and the index
-    of each token's completion, [N] int64. Every rank must call this function."""
+    ranks. Returns the mean absolute difference ("gap"), the largest value that the mean of a single completion reaches
+    or exceeds in one of 32 completions, and in two or more ("high_gap"), the mean difference of logits, as estimated
+    from the log-probabilities ("logit_gap"), the share of tokens whose probabilities differ by a factor above 8
+    ("far_share"), and the number of different values that the trainer's log-probabilities have ("different"), so tokens
+    of equal completions count once, and so do all tokens with probability 1. The arguments are for this rank's N
+    tokens: log-probabilities in nats, [N] fp64, and the index of each token's completion, [N] int64. Every rank must
+    call this function."""
     log_ratio = trainer - other
     size = int(rows.max()) + 1 if len(rows) else 0
     sums = log_ratio.new_zeros(size).index_add(0, rows, log_ratio.abs())
@@ -80,9 +81,10 @@ class GapLimits:
     def check(
         self, gaps: Gaps, names: Mapping[str, str], *, rollout: int, dtype: torch.dtype, rounding: Callable[[], Gaps]
     ) -> None:
-        """Compare the gaps of a rollout (``gaps_of``), which are called ``names``, with their limits, and add them to
-        the history. ``rounding`` measures the gaps that the trainer's own rounding errors in the compute dtype
-        ``dtype`` cause in some completions. Raises CheckFailed if a measure exceeds its limit."""
+        """Compare the gaps of a rollout, the result of ``gaps_of``, with their limits, and add them to the history
+        under the names that ``names`` has for each kind of gap. ``rounding`` measures the gaps that the trainer's own
+        rounding errors in the compute dtype ``dtype`` cause in some completions. Raises CheckFailed if a gap exceeds
+        its limit."""
         if gaps["far_share"] > MAX_FAR_SHARE:
             raise CheckFailed(
                 f"{gaps['far_share']:.2%} of the tokens of rollout {rollout} have a probability in the trainer that "

@@ -112,9 +112,10 @@ class TransformersEngine:
         self, tokens: Sequence[int], lengths: Sequence[int], following: Sequence[int], *, copies: int = 1
     ) -> Tensor:
         """Compute, for N prefixes of a sequence, the log-probability in nats of token ``following[i]`` after the first
-        ``lengths[i]`` tokens. Returns [copies, N] fp32 on the CPU. The lengths must be distinct and less than the
-        sequence's; the tokens ``following`` need not be the sequence's own. The copies are computed in one pass, and
-        differ only by the errors that hooks may add to activations (``policy.shaken``)."""
+        ``lengths[i]`` tokens. Returns [copies, N] fp32 on the CPU. The lengths must be distinct and less than that of
+        the sequence; the tokens ``following`` need not be the sequence's own. The ``copies`` of the sequence are
+        computed in one forward pass, and their results differ only by the errors that hooks may add to activations
+        (``policy.shaken``)."""
         policy = self._check([tokens], max_tokens=0)
         device, at = policy.causal_lm.device, list(lengths)
         rows = torch.tensor([tokens], device=device).repeat(copies, 1)
@@ -131,12 +132,12 @@ class TransformersEngine:
 
     @contextmanager
     def sampled_as(self) -> Iterator[Callable[..., tuple[Tensor, Tensor]]]:
-        """Give the trainer's model this engine's adapter and its noise on norm weights within the context. Yields
-        ``Policy.sampled_as`` without its argument ``end_tokens``, to be called there. This method returns two results
-        for each token that a mask selects: the token's log-probabilities under the policy and under other ways of
-        sampling, such as another temperature; and the token's margin (``policy.margins``). vLLM samples the token with
-        the largest sum of logit and Gumbel noise, which is computed again from the requests' seeds, and the margin is
-        how far the token's sum is below the largest."""
+        """Give the trainer's model this engine's adapter and its noise on norm weights within the context. Yields the
+        method ``Policy.sampled_as`` with its argument ``end_tokens`` filled in, to be called within the context. The
+        method returns two results for each token that a mask selects: the token's log-probabilities under the policy
+        and under other ways of sampling, such as another temperature; and the token's margin (``policy.margins``). vLLM
+        samples the token with the largest sum of logit and Gumbel noise, which is computed again from the requests'
+        seeds, and the margin is how far the token's sum is below the largest."""
         policy = self._running()
         with self._in_place(policy, adapter=True):
             yield partial(policy.sampled_as, end_tokens=self._end_tokens)

@@ -32,8 +32,8 @@ class Rollout:
     sampled: ScoredBatch
     """All completions that this rank sampled."""
     chosen: ScoredBatch
-    """Completions that this rank trains on: all of ``sampled`` or, with dynamic sampling, the groups that were assigned
-    to this rank."""
+    """Completions that this rank trains on: all of ``sampled`` or, with dynamic sampling, the groups that dynamic
+    sampling assigned to this rank."""
     places: list[int]
     """Index of each group (the completions of one prompt) of ``chosen`` among the groups that all ranks train on."""
     experience: Experience
@@ -76,13 +76,14 @@ class RolloutLoop:
     dynamic_sampling: DynamicSampling | None = None
     max_unscored_share: float = 0.05
     progress: Progress = field(default=Progress(), init=False)
-    """Progress of the run, such as the number of steps, which reward functions may read; the module sets it before each
-    rollout."""
+    """Progress of the run, such as the number of steps, which reward functions may read; the LightningModule sets it
+    before each rollout."""
     end_tokens: Sequence[int] = field(default=(), init=False)
-    """Tokens that end a completion; the module sets them when the engine starts."""
+    """Tokens that end a completion; the LightningModule sets them when the engine starts."""
     routing: Routing | None = field(default=None, init=False)
     """Sizes of a mixture-of-experts model, if training uses the experts that the engine chose for each token, so that
-    completions must come with them; else None. The module sets it when the engine starts."""
+    the engine must return these experts with each completion; else None. The LightningModule sets it when the engine
+    starts."""
     observers: list[Callable[[Rollout], None]] = field(default_factory=list, init=False)
     """Functions that are called with each training rollout before the update, while the engine is awake and holds the
     adapter and noise of the rollout. They may use the engine, but must leave its adapter and noise unchanged."""
@@ -106,13 +107,14 @@ class RolloutLoop:
         watch: Stopwatch,
     ) -> Rollout:
         """Sample the completions of one training step, score them by the rewards, and return them with the tensors to
-        train on. Every rank must call this method with equally many prompts of its own. ``seed`` and ``more_prompts``,
-        from which dynamic sampling takes further prompts, must be equal on all ranks. ``watch`` adds up the seconds of
-        "sync", "rollout", "reward", "wait" (for slower ranks) and, if there are observers, "check".
+        train on. Every rank must call this method with prompts of its own, as many as the other ranks have. ``seed``
+        and ``more_prompts``, from which dynamic sampling takes further prompts, must be equal on all ranks. ``watch``
+        measures the seconds of the phases "sync", "rollout", "reward", "wait" (for slower ranks) and, if there are
+        observers, "check".
 
         Raises CheckFailed if a larger share of completions than ``max_unscored_share`` could not be scored, if dynamic
-        sampling did not fill the batch and its setting ``when_short`` is "error", or if completions do not end as the
-        engine reports.
+        sampling did not fill the batch and its setting ``when_short`` is "error", or if the engine's report of whether
+        a completion is finished contradicts the completion's tokens.
         """
         with watch.phase("sync"):
             num_noisy_norms = self.sync(adapter, noise)

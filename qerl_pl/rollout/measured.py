@@ -26,24 +26,25 @@ class Measured(NamedTuple):
     sampler: Tensor
     """[N] fp64 in nats, log-probabilities that the engine reported."""
     shaken: Tensor
-    """[N] fp64 in nats, log-probabilities that the trainer computed with random rounding errors; empty if they were not
-    asked for."""
+    """[N] fp64 in nats, log-probabilities that the trainer computed with random rounding errors added; empty unless
+    ``measure_some`` was called with ``other_rounding``."""
     rows: Tensor
     """[N] int64, for each token the position of its completion in ``chosen``."""
     evidence: Tensor
-    """[len(SHARES) * K] fp64 in nats, log-likelihood ratios over the completions of all ranks: of the hypothesis that a
-    share of the completions (each of ``policy.evidence.SHARES``) was sampled in another way, one of K, to the
-    hypothesis that all were sampled from the reported distribution."""
+    """[len(SHARES) * K] fp64 in nats, log-likelihood ratios over the completions of all ranks, one for each share of
+    completions in ``policy.evidence.SHARES`` and each of K other ways of sampling: of the hypothesis that this share
+    was sampled in this way, to the hypothesis that all were sampled from the reported distribution."""
     chosen: list[int]
     """Indices of the chosen completions in this rank's batch."""
     margins: Tensor
-    """[M] fp32 in nats, margins (``policy.margins``) of those tokens of the distinct chosen completions that have a
-    probability of at most about 0.97 (``is_audited``); empty if the trainer cannot compute the engine's random
-    numbers."""
+    """[M] fp32 in nats, margins of those tokens of the distinct chosen completions that have a probability of at most
+    about 0.97 (``is_audited``): how far each token's sum of logit and Gumbel noise is below the largest
+    (``policy.margins``); empty if the trainer cannot compute the engine's random numbers."""
     draws: Tensor
-    """[len(SHARES)] fp64 in nats, log-likelihood ratios over all ranks: of the hypothesis that the tokens of a share of
-    the completions were chosen by other random numbers than those of the completions' seeds, to the hypothesis that all
-    were chosen by those (``policy.margins.draw_evidence``); 0 without margins."""
+    """[len(SHARES)] fp64 in nats, log-likelihood ratios over all ranks, one for each of ``policy.evidence.SHARES``: of
+    the hypothesis that in this share of the completions, tokens were chosen by other random numbers than those that
+    follow from the completions' seeds, to the hypothesis that all were chosen by those
+    (``policy.margins.draw_evidence``); 0 without margins."""
 
 
 def measure_some(
@@ -63,8 +64,9 @@ def measure_some(
     (``evidence.ALTERNATIVES``), and, if completions have seeds, the margins of their tokens (``policy.margins``). Every
     rank must call this function, because it adds up values of all ranks.
 
-    ``max_tokens`` is the argument of ``choose``; equal rows are computed once. If ``other_rounding``, log-probabilities
-    are computed a second time, with random rounding errors added (``policy.shaken``).
+    ``max_tokens`` limits the tokens of the distinct chosen completions and their prompts, over all ranks (``choose``);
+    equal rows are computed once. If ``other_rounding``, log-probabilities are computed a second time, with random
+    rounding errors added (``policy.shaken``).
     """
     generator = torch.Generator().manual_seed(seed)
     choice = choose(batch, torch.randperm(len(batch.completions), generator=generator).tolist(), max_tokens)

@@ -40,22 +40,24 @@ OTHER_POLICIES = {
     OF_BEFORE: "evidence/part_of_rollout_before",
     WITHOUT_NOISE: "evidence/part_without_noise",
 }
-"""Names of the policies, and those under which is logged which fraction of their effect the engine's errors contain."""
+"""Names of the other policies, and for each the name under which its entry of ``Others.parts`` is logged."""
 
 
 class Others(NamedTuple):
     """Results of the tests of whether the engine sampled completions with another policy than the current one."""
 
     evidence: Tensor
-    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, log-likelihood ratios over all ranks: of the hypothesis that a
-    share of the completions (each of ``policy.evidence.SHARES``) was sampled with another policy, to the hypothesis
-    that all were sampled with the current one; 0 for policies that equal the current one."""
+    """[len(SHARES) * len(OTHER_POLICIES)] fp64 in nats, log-likelihood ratios over all ranks, one for each share of
+    completions in ``policy.evidence.SHARES`` and each other policy: of the hypothesis that this share was sampled with
+    this policy, to the hypothesis that all were sampled with the current one; 0 for policies that equal the current
+    one."""
     strengths: dict[str, float]
-    """Multiples, by other policy, of its distance from the current policy by which the next test moves the weights
-    (``other_policy.next_strength``)."""
+    """Distance by which the next test moves the weights, for each other policy, as a multiple of the difference between
+    this policy's weights and the current policy's (``other_policy.next_strength``)."""
     parts: dict[str, float]
-    """Fraction, by other policy, of its effect on log-probabilities that is found in the engine's errors, mean over
-    ranks: about 0 if the engine is right, 1 if it sampled all tokens with the other policy (``other_policy.part``)."""
+    """Fraction of each other policy's effect on log-probabilities that is found in the engine's errors, mean over
+    ranks: about 0 if the engine is right, and about 1 if it sampled all tokens with this policy
+    (``other_policy.part``)."""
 
 
 def measure_others(
@@ -80,9 +82,9 @@ def measure_others(
     Args:
         measured: what ``measure_some`` returned for this rollout.
         before: the adapter of the previous rollout; None if it is not known.
-        strengths: multiples of the distance to each policy by which weights are moved (``Others.strengths`` of the
-            previous call); ``STRONGEST`` for policies without one.
-        max_tokens: limit on the tokens of these completions, as in ``choose``.
+        strengths: for each policy, the multiple of its distance by which weights are moved (``Others.strengths`` of the
+            previous call); a policy without an entry gets ``STRONGEST``.
+        max_tokens: limit on the tokens of these completions and their prompts, over all ranks (``choose``).
     """
     places = choose(batch, measured.chosen, max_tokens).firsts
     chosen = [measured.chosen[place] for place in places]

@@ -17,8 +17,8 @@ from qerl_pl.policy.shaken import rounding_of
 from qerl_pl.rollout.hf import TransformersEngine
 
 STRENGTHS = tuple(2.0**-step for step in range(-2, 7))
-"""Strengths of probe adapters that are tried, 4 to 1/64. With strength 1, the adapter's output has about 0.6 of the
-root mean square of the linear's input."""
+"""Strengths of probe adapters that are tried, 4 to 1/64. With strength 1, the root mean square of the adapter's output
+is about 0.6 of that of the linear layer's input."""
 TOKENS = 64
 """Number of tokens of text on which each strength is tried."""
 SEEDS = 2
@@ -29,13 +29,13 @@ impossible under the probe adapter, and the rounding errors of its log-probabili
 20 nats, a correct engine of a pretrained model of 1.5B parameters differed from the trainer by 0.5 nats in most checks
 and by 3.2 in one."""
 GOOD = 1 / 16
-"""Limit on the ratio of rounding errors to the change of log-probabilities by a probe adapter. Of the strengths with a
-ratio up to this limit, a weaker one is preferred."""
+"""Limit on the ratio of rounding errors to the change of log-probabilities by a probe adapter. A strength with a ratio
+up to this limit, and up to twice the smallest ratio, is preferred to any stronger one."""
 USABLE = 1 / 10
 """Largest ratio of rounding errors to the change of log-probabilities by a usable probe adapter. The change is then at
-least 10 times the rounding errors, while correct engines may differ by ``comparison.MARGIN`` times. The limit is above
-``GOOD`` because the smallest ratio of any strength depends on the text: with Qwen2.5-Coder 0.5B in NVFP4 it sometimes
-exceeds ``GOOD``."""
+least 10 times the rounding errors, while an engine counts as correct if it differs by up to ``comparison.MARGIN`` times
+the rounding errors. The limit is above ``GOOD`` because the smallest ratio of any strength depends on the text: with
+Qwen2.5-Coder 0.5B in NVFP4 it sometimes exceeds ``GOOD``."""
 
 
 def probe_adapter(policy: Policy, *, strength: float, seed: int) -> dict[str, Tensor]:
@@ -60,14 +60,14 @@ def find_strength(
     oracle: TransformersEngine, policy: Policy, tokens: Sequence[int], dtype: torch.dtype, *, seed: int
 ) -> float | None:
     """Find a scale ("strength") of random LoRA adapters (``probe_adapter``) at which they change log-probabilities far
-    more than rounding errors of ``dtype`` do. Returns None if there is none.
+    more than rounding errors of ``dtype`` do. Returns None if there is no such scale.
 
-    Log-probabilities are those of the last ``TOKENS`` tokens of the text ``tokens``, which should be like that of the
-    run. They are computed by ``oracle``, an engine that uses the trainer's model. It keeps the last probe adapter; the
-    caller has to load its own adapter again. Strengths are tried from the strongest on, each with ``SEEDS`` adapters; a
-    strength is left out if one of its adapters causes a mean change above ``MOST_CHANGE`` nats. For each adapter, the
-    ratio of rounding errors to the change that it causes is computed; the largest ratio of its adapters counts for a
-    strength, and ``best_strength`` then chooses the weakest strength of those with a small ratio.
+    Log-probabilities are those of the last ``TOKENS`` tokens of the text ``tokens``, which should resemble the text of
+    the run. They are computed by ``oracle``, an engine that uses the trainer's model. It keeps the last probe adapter;
+    the caller has to load its own adapter again. Strengths are tried from the strongest on, each with ``SEEDS``
+    adapters; a strength is left out if one of its adapters causes a mean change above ``MOST_CHANGE`` nats. For each
+    adapter, the ratio of rounding errors to the change that it causes is computed; the largest ratio of its adapters
+    counts for a strength, and ``best_strength`` then chooses the weakest strength of those with a small ratio.
     """
     tokens = tokens[-TOKENS:]
     at, following = range(1, len(tokens)), tokens[1:]
@@ -100,8 +100,8 @@ def find_strength(
 def best_strength(shares: Mapping[float, float]) -> float | None:
     """Choose the strength of probe adapters. ``shares`` has, for each strength, the ratio of rounding errors to the
     change of log-probabilities. Of the strengths whose ratio is at most ``GOOD`` and at most twice the smallest, the
-    weakest is chosen, because it magnifies rounding errors less; else the one with the smallest ratio, or None if this
-    is above ``USABLE``."""
+    weakest is chosen, because it magnifies rounding errors less; if there are none, the one with the smallest ratio.
+    The result is None if the smallest ratio is above ``USABLE``."""
     best = min(shares.values(), default=1.0)
     limit = max(best, min(2 * best, GOOD))
     return min(strength for strength, share in shares.items() if share <= limit) if best <= USABLE else None

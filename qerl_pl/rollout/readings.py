@@ -16,8 +16,9 @@ from qerl_pl.rollout.scored import ScoredBatch
 
 def lengths_and_means(batch: ScoredBatch) -> list[tuple[float, float]]:
     """Return for each completion its number of tokens and the mean of their log-probabilities in nats. Equal
-    completions of a prompt get the mean of the first one: an engine finds their prompt cached, so their own may differ
-    in the last bits, which the test of whether values depend on the place in the group would find."""
+    completions of a prompt all get the mean of the first one: an engine finds the prompt of later ones in its cache, so
+    their own means may differ in the last bits, which would mislead the test of whether values depend on the place in
+    the group."""
     firsts: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
     numbers = []
     for prompt, row in zip(batch.prompts, batch.completions, strict=True):
@@ -28,7 +29,8 @@ def lengths_and_means(batch: ScoredBatch) -> list[tuple[float, float]]:
 
 def evidence_of_order(batch: ScoredBatch, seed: int) -> Tensor:
     """Test whether lengths and mean log-probabilities depend on a completion's place in its group
-    (``evidence.order_evidence``). ``seed`` must be the same on all ranks."""
+    (``evidence.order_evidence``). ``seed``, from which equal values get a random order, must be the same on all
+    ranks."""
     numbers = torch.tensor(ranks.gather_groups(lengths_and_means(batch), batch.group_size), dtype=torch.float64)
     values = numbers.T.reshape(2, -1, batch.group_size)
     generator = torch.Generator().manual_seed(seed)
@@ -47,8 +49,9 @@ def evidence_of_branches(batch: ScoredBatch, *, with_rewards: bool) -> Tensor:
 
 
 def have_own_rewards(loop: RolloutLoop, batch: ScoredBatch) -> bool:
-    """Return whether each completion of all ranks' batches gets the same reward if the others of its group are left
-    out. Some do not if a reward compares completions or draws random numbers. Every rank must call this function."""
+    """Return whether each completion of all ranks' batches gets the same reward when it is scored without the others of
+    its group. This is not so if a reward compares completions or draws random numbers. Every rank must call this
+    function."""
     equal = True
     try:
         for place in range(batch.group_size):

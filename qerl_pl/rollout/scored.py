@@ -84,8 +84,9 @@ class ScoredBatch:
         return self.table.scored.view(-1, self.group_size)
 
     def group_numbers(self) -> dict[str, list[float]]:
-        """Return statistics of lengths, rewards, finished and distinct completions by name, each with one value per
-        group; "mean reward" has no value for groups in which no completion was scored."""
+        """Return, by name, statistics of the groups' lengths and rewards and of their shares of finished and of
+        distinct completions. Each has one value per group, but "mean reward" has none for a group in which no
+        completion was scored."""
         size, rows = self.group_size, self.completions
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         rewards = zip(self.rewards, self.scored, strict=True)
@@ -165,9 +166,10 @@ class ScoredBatch:
 def collate(
     prompts: Sequence[Prompt], completions: Sequence[Completion], *, scored: Tensor, advantages: Tensor, in_loss: Tensor
 ) -> Experience:
-    """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. ``scored``,
-    ``advantages`` and ``in_loss``, [B], are as in ``Experience`` and ``ScoredBatch``. Raises ValueError if the
-    arguments have different numbers of rows, or if a completion has more or fewer tokens than log-probabilities."""
+    """Build the training tensors of B rows, each a prompt followed by a completion, padded on the right. For each row,
+    ``scored`` [B] bool says whether the completion has a score, ``advantages`` [B] has its advantage, and ``in_loss``
+    [B] bool says whether it counts in the loss. Raises ValueError if the five arguments do not all have B entries, or
+    if a completion has more or fewer tokens than log-probabilities."""
     if not len(prompts) == len(completions) == len(scored) == len(advantages) == len(in_loss):
         raise ValueError(
             f"{len(prompts)} prompts, {len(completions)} completions, {len(scored)} scores, {len(advantages)} "

@@ -39,8 +39,8 @@ class FileTokens:
     ids: Tensor
     """[N] int32, token ids."""
     offsets: Tensor
-    """[B + 1] int64: completion b has the tokens offsets[b] to offsets[b + 1] - 1. It has none if dynamic sampling
-    dropped it."""
+    """[B + 1] int64: completion b has the tokens offsets[b] to offsets[b + 1] - 1. A completion that dynamic sampling
+    has dropped has no tokens."""
     logprobs: Tensor
     """[N] fp16, log-probabilities by the trainer in nats."""
     gap: Tensor

@@ -41,8 +41,9 @@ AMBIGUOUS = 5.0  # nats; policies whose evidence is less than this below the lar
 
 
 def verdict(name: str, log_m: Tensor, *, rollout: int, chance: float) -> str:
-    """Say what is wrong with the rollouts of a run up to ``rollout``, according to the test ``name`` with the results
-    ``log_m`` (``evidence.accumulated``), which a correct run has with a probability below ``chance`` per rollout."""
+    """Return a message that says what is wrong with the rollouts of a run up to ``rollout``, according to the test
+    ``name`` with the results ``log_m`` (``evidence.accumulated``). In a correct run, the probability of such results is
+    below ``chance`` per rollout."""
     best, place = "", int(log_m.argmax())
     if name == "other_sampling":
         best = ALTERNATIVES[place % len(ALTERNATIVES)]

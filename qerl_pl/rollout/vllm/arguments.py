@@ -71,10 +71,10 @@ def query_scaling(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def recurrent_arguments(config: PretrainedConfig) -> dict[str, Any]:
-    """Build the arguments of ``vllm.LLM`` for models with recurrent layers, which override the user's settings; empty
-    for other models. The prefix cache is off, because vLLM 0.32 stores recurrent states in it only at the ends of
-    blocks of hundreds of tokens, and only if prompts are split into chunks. Prompts are computed by Triton kernels,
-    because FlashInfer's, which vLLM would use on Hopper, are compiled during the first rollout."""
+    """Build the arguments of ``vllm.LLM`` that models with recurrent layers need, and that override the user's
+    settings; empty for other models. The prefix cache is off, because vLLM 0.32 stores recurrent states in it only at
+    the ends of blocks of hundreds of tokens, and only if prompts are split into chunks. Prompts are computed by Triton
+    kernels, because FlashInfer's, which vLLM would use on Hopper, are compiled during the first rollout."""
     if not num_recurrent_layers(config):
         return {}
     return {"enable_prefix_caching": False, "gdn_prefill_backend": "triton"}

@@ -52,8 +52,8 @@ def fused_linears(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> Iter
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Find the mixture-of-experts (MoE) layers of vLLM's model. Yields, for each, the name that the module with its
-    experts has in the trainer's model, and vLLM's layer."""
+    """Find the mixture-of-experts (MoE) layers of vLLM's model. Yields, for each, the name of the trainer's module with
+    the same experts, and vLLM's layer."""
     for name, layer in model.named_modules():
         if isinstance(layer, RoutedExperts):
             yield name.removesuffix(".routed_experts").removesuffix(".base_layer"), layer
@@ -135,11 +135,12 @@ def check_rows(
     worker: WorkerBase, linears: Mapping[str, FrozenLinear], routers: Mapping[str, Tensor] | None = None
 ) -> int:
     """Check that vLLM still holds the trainer's base weights (4-bit ``linears`` and MoE ``routers``, by name), and
-    return the number of weights that were compared:
+    return the number of layers and routers that were compared:
 
     - the first row of each linear layer that vLLM holds dequantised;
     - all rows of experts that vLLM holds dequantised, and of routers;
-    - a checksum of all weights of layers of which there is one copy (vLLM's layer has the attribute ``adopted``);
+    - a checksum of all weights of layers of which trainer and vLLM share one copy (vLLM's layer has the attribute
+      ``adopted``);
     - checksums of experts whose 4-bit weights vLLM has rearranged, in comparison with those at the end of loading
       (``note_experts``).
 
@@ -178,8 +179,8 @@ def check_rows(
 
 
 def note_experts(model: nn.Module) -> None:
-    """Store checksums of the experts whose 4-bit weights vLLM has rearranged as the attribute ``loaded_sums`` of their
-    MoE layers, with which ``check_rows`` finds later changes."""
+    """Store checksums of the experts of each MoE layer whose 4-bit weights vLLM has rearranged. They become the layer's
+    attribute ``loaded_sums``, with which ``check_rows`` finds later changes."""
     for _, layer in expert_layers(model):
         weight = getattr(layer, "w13_weight", None)  # some of vLLM's kernels rename it
         if not hasattr(layer, "adopted") and (weight is None or not weight.is_floating_point()):
@@ -193,8 +194,9 @@ def expert_sums(layer: nn.Module) -> Tensor:
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     """Return checksums, one per tensor and expert, of tensors [E, ...] of E experts: [tensors * E] int64. A checksum is
-    the sum of the expert's bits, read as 32-bit words, or as bytes if they are no whole words. One changed word changes
-    it, and so do experts exchanged with each other; words exchanged within one expert do not."""
+    the sum of the expert's bits, read as 32-bit words, or as bytes if their number is no multiple of 4. The checksums
+    change if one word changes or if experts are exchanged with each other, but not if words are exchanged within one
+    expert."""
     rows = (tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1) for tensor in tensors)
     sizes = ((row, row.shape[1] * row.element_size()) for row in rows)
     words = (row.view(torch.uint8 if size % 4 else torch.int32) for row, size in sizes)
@@ -221,10 +223,10 @@ def _size(linear: FrozenLinear) -> int:
 
 
 def _factors(layer: Any, count: int) -> Sequence[Tensor | None]:
-    """Return the NVFP4 tensor scales that vLLM has read for a layer, as the reciprocals that checkpoints of
-    compressed-tensors store: [n] fp32 for each of the ``count`` linear layers that are fused in it, or None if vLLM has
-    none. n is 1, except for the first linear layer of a gated delta net: it computes queries, keys and values, for
-    which vLLM holds three scales that should be equal."""
+    """Return the tensor scales of a layer's NVFP4 weights that vLLM has read, as the reciprocals that checkpoints of
+    compressed-tensors store: [n] fp32 for each of the ``count`` linear layers that are fused in the layer, or None for
+    each if vLLM has no such scales. n is 1, except for the first linear layer of a gated delta net: it computes
+    queries, keys and values, for which vLLM holds three scales that should be equal."""
     divisors = getattr(layer, "weight_global_scale", None)
     if divisors is None or divisors.numel() < count:
         return [None] * count

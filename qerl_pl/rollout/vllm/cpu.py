@@ -43,8 +43,8 @@ def _is_w4a16(scheme: Mapping | None) -> bool:
 
 class NVFP4Scheme(CompressedTensorsScheme):
     """Scheme, in vLLM's sense, for (fused) linear layers in NVFP4. Their weights are dequantised once, after loading.
-    Dequantising them in every call would take less memory, but was measured to be 2 (many tokens) to 8 times (few
-    tokens) slower."""
+    Dequantising them in every call would take less memory, but was measured to be slower, by a factor of 2 (many
+    tokens) to 8 (few tokens)."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -74,8 +74,8 @@ class NVFP4Scheme(CompressedTensorsScheme):
         )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replace the 4-bit weight of a linear layer by a dequantised one. Fused layers are dequantised each with its
-        own tensor scale, whereas vLLM's GPU kernels use the largest of the scales for all."""
+        """Replace the 4-bit weight of a linear layer by a dequantised one. Each of the layers that are fused into it is
+        dequantised with its own tensor scale, whereas vLLM's GPU kernels use the largest of their scales for all."""
         codes = layer.get_parameter("weight_packed").data.split(self.part_rows)
         scales = layer.get_parameter("weight_scale").data.view(torch.uint8).split(self.part_rows)
         multipliers = 1 / layer.get_parameter("weight_global_scale").data.double()
@@ -105,8 +105,8 @@ class OneAdapterKernels(PunicaWrapperCPU):
         **_: object,
     ) -> None:
         """Add the output of a linear layer's LoRA adapter of rank R, times ``scale``, to y [T, N] in place, for x [T,
-        K]. Each of the layers that are fused into it, with ``output_slices`` outputs n, has A [1, 1, R, K] and B [1, 1,
-        n, R]."""
+        K]. ``output_slices`` has the number of outputs n of each of the layers that are fused into it; each has A [1,
+        1, R, K] and B [1, 1, n, R]."""
         with_adapter = self.token_lora_indices >= 0  # [T]
         if not with_adapter.any():
             return

@@ -41,9 +41,9 @@ class TorchExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         *_: object,
         **_more: object,
     ) -> None:
-        """Compute an MoE layer for T tokens ``hidden_states`` [T, H]: the outputs of the k of E experts in ``topk_ids``
-        [T, k], times ``topk_weights`` [T, k], are added up in ``output`` [T, H]. ``w1`` [E, 2I, H] has the weights of
-        gate and up, ``w2`` [E, H, I] those of down."""
+        """Compute an MoE layer for T tokens ``hidden_states`` [T, H]: write to ``output`` [T, H] the sum of the outputs
+        of each token's k experts ``topk_ids`` [T, k], of E in all, times ``topk_weights`` [T, k]. ``w1`` [E, 2I, H] has
+        the weights of gate and up, ``w2`` [E, H, I] those of down."""
         routes = sort_rows(topk_ids.long(), len(w1))
         tokens = routes.order // topk_ids.shape[1]
         rows = hidden_states[tokens]

@@ -48,8 +48,8 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
             self.token_mapping_meta.token_lora_mapping[: len(ids)].copy_(self._token_lora_indices[: len(ids)])
 
     with_experts = False
-    """Whether there are adapters on experts. In passes of many tokens, vLLM's own kernels compute them, and read the
-    adapter index of each token in int32."""
+    """Whether there are adapters on experts. In passes of many tokens, vLLM's own kernels compute these adapters, and
+    read the adapter index of each token in int32."""
 
     def prepare_for_experts(self) -> None:
         """Set, once, the metadata that vLLM's LoRA kernels for experts read besides the adapter index of each token."""
@@ -140,15 +140,17 @@ class OneAdapterKernels(PunicaWrapperGPU):  # pyright: ignore[reportGeneralTypeI
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Tensors that say which tokens use the adapter: the adapter index of each token, int64, -1 for none, as long
-        as the largest possible number of tokens; and a flag, [1] bool on the host, True if no token uses it."""
+        """Tensors that say which tokens use the adapter: the adapter index of each token, int64, -1 for none, with an
+        entry for each of the most tokens that a pass can have; and a flag, [1] bool on the host, True if no token uses
+        it."""
         return self._token_lora_indices, self.token_mapping_meta.no_lora_flag_cpu
 
 
 def add_lora(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], indices: Tensor, no_lora: Tensor) -> None:
     """Add the output of a linear layer's LoRA adapter to y in place: a custom operator, which torch.compile does not
     trace. ``a`` and ``b`` are views of the adapter's slot, made by the caller in compiled code, because that is faster.
-    ``no_lora`` (no token has the adapter) is a tensor, because a bool would become a constant of the graph."""
+    ``no_lora``, True if no token has the adapter, is a tensor, because a bool would become a constant of the compiled
+    graph."""
     if not no_lora.item():
         lora.add_lora(y, x, a, b, indices)
 

@@ -109,8 +109,9 @@ class VLLMEngine:
         self.draft_counts = DraftCounts()
         """Counts of drafted, verified and accepted tokens in all calls since the counts were last cleared."""
         self.draft_history: list[list[int]] = []
-        """Counts of earlier rollouts, in the form of ``hopper/draft_guard.py``, which decide for how many sequences the
-        next calls draft tokens. If empty, as outside of training, steps of up to 64 sequences have drafts."""
+        """Counts of drafted and accepted tokens in earlier rollouts, in the form of ``hopper/draft_guard.py``, which
+        decide at which numbers of sequences the next calls draft tokens. If empty, as outside of training, decoding
+        steps of up to 64 sequences have drafts."""
         self._planned: EngineMemory | None = None
         """Sizes that the memory plan has chosen; None without a plan."""
         self.start_s: dict[str, float] = {}
@@ -138,8 +139,8 @@ class VLLMEngine:
     batch_tokens = 0  # the memory plan does not use ``batch_tokens``, because ``memory`` is not None
 
     def plan_memory(self, planned: EngineMemory | None) -> None:
-        """Take the size of the KV cache that ``start`` will allocate, whether ``sleep`` keeps it, and how many
-        sequences the CUDA graphs of whole decoding steps are for."""
+        """Keep what the memory plan has chosen: the size of the KV cache that ``start`` will allocate, whether
+        ``sleep`` keeps it, and up to how many sequences a decoding step may have to run entirely as CUDA graphs."""
         assert planned is not None
         self._planned = planned
 
@@ -198,8 +199,8 @@ class VLLMEngine:
         return lacks
 
     def _get_ready(self, watch: Stopwatch) -> None:
-        """Complete the start of vLLM: adapter slots and kernels, speculative decoding, CUDA graphs of decoding steps,
-        and the policy's adapter."""
+        """Complete the start of vLLM: prepare adapter slots, adapter kernels, speculative decoding and CUDA graphs of
+        decoding steps, and load the policy's adapter."""
         faster = native.for_vllm()
         self._scheduler().draft_counts = self.draft_counts
         if faster:
@@ -242,8 +243,9 @@ class VLLMEngine:
         return [completions[first : first + copies] for first in range(0, len(completions), copies)]
 
     def score(self, sequences: Sequence[Sequence[int]], *, adapter: bool = True) -> list[list[float]]:
-        """Score sequences as ``RolloutEngine.score`` describes. The prompt of a request is all tokens but the last,
-        whose log-probability vLLM returns as that of a candidate for the next token."""
+        """Score sequences as ``RolloutEngine.score`` describes. The prompt of a request is all tokens of a sequence but
+        the last. vLLM returns the log-probability of the last token as that of a candidate for the token after the
+        prompt."""
         self._check(sequences, max_tokens=0)
         scores: list[list[float]] = [[] for _ in sequences]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
@@ -268,8 +270,8 @@ class VLLMEngine:
             self._write_norms(self._clean_norms)
 
     def set_norm_noise(self, noise: NormNoise) -> int:
-        """Write norm weights with noise into vLLM's model, read vLLM's weights back, and return the number of norms
-        whose weights equal those that were written, or 0 for sigma 0."""
+        """Write norm weights with noise into vLLM's model (if sigma is 0, those without noise) and read vLLM's weights
+        back. Returns the number of norms whose weights equal those that were written, but 0 if sigma is 0."""
         self._running()
         self._noise = noise
         noisy = self._write_norms(self._clean_norms)
@@ -289,8 +291,8 @@ class VLLMEngine:
         return checksums(held | self._call(worker.live_norms))
 
     def sleep(self) -> None:
-        """Free the GPU memory that the setting ``sleep_level`` describes. Nothing is freed on a CPU, and if the memory
-        plan has memory to spare."""
+        """Free the GPU memory that the setting ``sleep_level`` describes. Nothing is freed on a CPU, or if the memory
+        plan lets the KV cache stay allocated."""
         if self._asleep:
             return
         llm, core = self._running(), self._core()

@@ -100,7 +100,7 @@ def launch(
 
 
 def refusal(error: Exception) -> ValueError:
-    """Return a ValueError of one line for an error with which vLLM failed to start, and write its traceback to a file,
+    """Return a ValueError of one line for an error with which vLLM failed to start. The traceback is written to a file,
     which the message names."""
     text = " ".join(str(error).split())[:500]
     return ValueError(

@@ -36,7 +36,8 @@ def register_loader(
             memory must not move while the engine runs. Tensors whose shape, dtype or device differs from vLLM's
             parameter are not shared, for example because vLLM pads vocabularies to a multiple of 64.
         unpacked: the trainer's linear layers with 4-bit weights, by name, that vLLM is to hold dequantised.
-        packed: those that vLLM is to hold in 4 bits, too. The weights that it reads are compared with the trainer's.
+        packed: the trainer's other linear layers with 4-bit weights, by name, which vLLM is to hold in 4 bits, too. The
+            weights that vLLM reads for them are compared with the trainer's.
         hooks: the module ``hopper.one_copy``, whose functions let vLLM use the trainer's memory for ``packed``; None if
             this project's CUDA kernels do not compute these layers.
         recorder: records the experts that vLLM's routers choose; None if they are not needed.

@@ -52,8 +52,8 @@ def referred_to() -> list[Tensor]:
 
 
 def release(tensors: Iterable[Tensor], segments: Mapping[int, int]) -> None:
-    """Free the memory of those of the ``tensors`` that are in vLLM's memory pool, whoever still refers to them; they
-    become empty. ``segments`` has the size in bytes of each segment of the pool, by address."""
+    """Free the memory of those of the ``tensors`` that are in vLLM's memory pool, whoever still refers to them; these
+    tensors become empty. ``segments`` has the size in bytes of each segment of the pool, by address."""
     starts = sorted(segments)
     for tensor in tensors:
         if _is_in(tensor, starts, segments) and (storage := tensor.untyped_storage()).resizable():
@@ -88,7 +88,8 @@ def left() -> int:
 
 
 def given_back() -> int:
-    """Return the bytes of vLLM's pool that a sleeping engine has given back to the GPU, which torch still counts."""
+    """Return the bytes of vLLM's pool that a sleeping engine has given back to the GPU, although torch's statistics
+    still count them."""
     pool = allocator()
     return sum(data.handle[1] for data in pool.pointer_to_data.values() if data.is_asleep) if pool else 0
 

@@ -20,9 +20,9 @@ from qerl_pl.rollout.vllm.replacing import replace, replace_module, replace_once
 
 
 def apply_all() -> None:
-    """Apply the patches that stay in force until the process ends; a second call changes nothing. The others are
-    context managers, which an engine uses. On platforms other than CPU and CUDA nothing is patched. Raises RuntimeError
-    if an attribute that is to be patched is gone or has another signature."""
+    """Apply the patches that stay in force until the process ends; a second call changes nothing. The other patches of
+    this module are context managers, which an engine uses. On platforms other than CPU and CUDA nothing is patched.
+    Raises RuntimeError if an attribute that is to be patched is gone or has another signature."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or current_platform.is_cuda():
@@ -38,8 +38,8 @@ def apply_all() -> None:
 def adapters_in_fixed_order() -> None:
     """Make vLLM use this project's LoRA kernels, which sum in a fixed order.
 
-    Symptom: on CUDA, equal calls sample different tokens; on a CPU, tokens of requests without the adapter get it. A
-    decoding step also takes up to twice as long on CUDA, and on a CPU several times as long.
+    Symptom: on CUDA, equal calls sample different tokens; on a CPU, the adapter is also applied to tokens of requests
+    without it. A decoding step also takes up to twice as long on CUDA, and on a CPU several times as long.
     Cause: on CUDA, vLLM's kernels add partial sums by atomics, in any order; they support many adapters at once and
     take several launches per linear layer.
     Versions: vLLM 0.32. Upstream: no issue known. vLLM has no setting for its LoRA kernels; a method of its platform

@@ -19,8 +19,8 @@ def replace(owner: Any, name: str, new: object, *, takes: Sequence[str]) -> None
 
 
 def replace_once(owner: Any, name: str, make: Callable[[Any], Any], *, takes: Sequence[str]) -> None:
-    """Replace the function ``owner.name`` by ``make(owner.name)``, as ``replace`` does, unless it is a function of this
-    project already. So a second call has no effect."""
+    """Replace the function ``owner.name`` by ``make(owner.name)``, as ``replace`` does, unless ``owner.name`` is a
+    function of this project already. So a second call has no effect."""
     present = getattr(owner, name, None)
     if not str(getattr(present, "__module__", "")).startswith("qerl_pl."):
         replace(owner, name, make(present), takes=takes)

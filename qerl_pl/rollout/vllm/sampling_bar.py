@@ -11,8 +11,8 @@ WHAT = "sampling"
 
 
 class Counter:
-    """Passes the numbers of newly finished completions to the function ``count``. It has those attributes of a tqdm bar
-    that vLLM uses."""
+    """Object with those attributes of a tqdm bar that vLLM uses. It passes the numbers of newly finished completions to
+    the function ``count``."""
 
     def __init__(self, count: Callable[[int], object]) -> None:
         self.count = count
@@ -34,9 +34,9 @@ def sampling_bar(number: int) -> Iterator[Callable[..., Any]]:
     """Show how many of ``number`` completions are finished while the ``with`` block runs. Yields vLLM's argument
     ``use_tqdm``, a function that makes the bar which vLLM updates.
 
-    If stdout is a terminal, on which the bars of a run are (``callbacks.progress``), there is a further bar after some
-    seconds. Otherwise there are lines on stderr: once a minute, or every few seconds while another phase is shown, as
-    in a validation.
+    If stdout is a terminal, where a run shows its bars (``callbacks.progress``), a further bar appears there after some
+    seconds. Otherwise stderr shows the progress. If that is a log, it gets a line once a minute, or every few seconds
+    if the block runs within another phase, such as a validation.
     """
     if sys.stdout.isatty() and phases.speaks():
         shown: Any = phases.bar_on_stdout(WHAT, number, leave=False, delay=phases.FIRST_S, mininterval=0.1)

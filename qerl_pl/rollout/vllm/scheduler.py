@@ -36,9 +36,9 @@ class RolloutScheduler(AsyncScheduler):
 
     If ``is_lean``, steps in which all requests decode are scheduled by simpler code of this class, and a request's
     tokens are kept until the request ends, instead of making an output object of every token. Waiting requests start
-    when a sixteenth of the places for running requests is free, or one place for each of them. vLLM would start one as
-    soon as another ends; with many waiting requests nearly every step would then compute a prompt, and such a step runs
-    in many small CUDA graphs instead of one. All other requests and steps are left to vLLM's code.
+    when a sixteenth of the places for running requests is free, or as many places as requests wait. vLLM would start
+    one as soon as another ends; with many waiting requests nearly every step would then compute a prompt, and such a
+    step runs in many small CUDA graphs instead of one. All other requests and steps are left to vLLM's code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,14 +59,14 @@ class RolloutScheduler(AsyncScheduler):
         """Tokens of running requests that have not been output yet."""
 
     def take_logprobs(self) -> dict[str, list[float]]:
-        """Return the log-probabilities, in nats, of the tokens sampled for each request since the last call, by the
-        caller's ids, and forget them."""
+        """Return the log-probabilities, in nats, of the tokens sampled for each request since the last call, by the ids
+        that vLLM's caller gave to the requests, and forget them."""
         return _taken(self._logprobs)
 
     def take_routes(self) -> dict[str, Tensor]:
-        """Return the experts that computed the tokens of each request that has ended since the last call, by the
-        caller's ids, and forget them: [T, L, k] int16 for T tokens of prompt and completion without the last, L layers
-        with experts and k experts per token. The result is empty if ``recorder`` is None."""
+        """Return the experts that computed the tokens of each request that has ended since the last call, by the ids
+        that vLLM's caller gave to the requests, and forget them: [T, L, k] int16 for T tokens of prompt and completion
+        without the last, L layers with experts and k experts per token. The result is empty if ``recorder`` is None."""
         if self._routes and torch.cuda.is_available():
             torch.cuda.synchronize()  # wait for the copies to the host
         return _taken(self._routes)
@@ -81,8 +81,8 @@ class RolloutScheduler(AsyncScheduler):
             self.recorder.clear()
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
-        """Store which experts computed the tokens of a request, and let vLLM preempt it, that is, free its blocks. The
-        request may end without blocks, by a token that is being computed."""
+        """Store which experts computed the tokens of a request, and let vLLM preempt it, that is, free its blocks. They
+        are stored now because the request may end while it has no blocks, by a token that is still being computed."""
         self._store_routes(request, request.num_computed_tokens)
         super()._preempt_request(request, timestamp, drop_stale_output)
 
@@ -94,7 +94,7 @@ class RolloutScheduler(AsyncScheduler):
 
     def _store_routes(self, request: Request, num_tokens: int) -> None:
         """Store which experts computed the first ``num_tokens`` tokens of a request, which are recorded by slot of the
-        KV cache. A request that has been preempted has no blocks; its experts were stored then."""
+        KV cache. A request that has been preempted has no blocks; its experts were stored when it was preempted."""
         params, name = request.sampling_params, request.request_id
         if not self.recorder or not params or params.prompt_logprobs is not None:
             return
@@ -110,9 +110,9 @@ class RolloutScheduler(AsyncScheduler):
         return self._decoding_step() or super().schedule(throttle_prefills)
 
     def _decoding_step(self) -> SchedulerOutput | None:
-        """Schedule one token for each running request; None if vLLM's own code has to schedule the step, that is,
-        unless ``is_lean`` is set, all running requests decode without drafts, no waiting request starts now, and the KV
-        cache has a free block for each."""
+        """Schedule one token for each running request; None if vLLM's own code has to schedule the step, because
+        ``is_lean`` is not set, a running request does not decode or has drafts, a waiting request starts now, or the KV
+        cache has fewer free blocks than there are running requests."""
         running, manager = self.running, self.kv_cache_manager
         if not self.is_lean or self.kv_holding_waiting or self._pause_state != PauseState.UNPAUSED:
             return None

@@ -39,8 +39,8 @@ LOOPBACK_S = 5.0  # until the check of the loopback interface fails; a working o
 
 def prepare_environment() -> None:
     """Set the environment variables that vLLM reads when it is imported; variables that are set already are kept.
-    Raises ValueError if one asks vLLM to run in a separate process, in which the trainer could not write into its
-    memory, and OSError if this machine cannot connect to itself over the loopback interface.
+    Raises ValueError if a variable asks vLLM to run in a separate process, where the trainer could not write into
+    vLLM's memory, and OSError if this machine cannot connect to itself over the loopback interface.
     """
     from qerl_pl.kernels.launching import cache_folder
 
@@ -97,7 +97,8 @@ def among_ranks() -> Iterator[dict[str, Any]]:
 
 def inspect_here(architectures: Sequence[str]) -> None:
     """Import and register the model classes of ``architectures``, so that vLLM reads their properties in this process.
-    It would start another process, which imports vLLM again and takes 12 s at the first start on a machine."""
+    vLLM would otherwise start another process, which imports vLLM again and takes 12 s at the first start on a
+    machine."""
     from vllm import ModelRegistry
 
     for name in architectures:
@@ -107,7 +108,7 @@ def inspect_here(architectures: Sequence[str]) -> None:
 
 def lacks(fmt: Format | None) -> bool:
     """Return whether vLLM has no kernels on this machine that multiply 16-bit activations by weights of the format
-    ``fmt`` (None: not quantised)."""
+    ``fmt`` (None for a base that is not quantised)."""
     from vllm.platforms import current_platform
 
     on_blackwell = bool(current_platform.has_device_capability(100))
@@ -131,8 +132,8 @@ def check_kernel(kernel: Literal["native", "humming"], fmt: Format | None, dtype
 
 
 def check_head_dims(config: PretrainedConfig) -> None:
-    """Raise ValueError if vLLM has no attention on a CPU for the dimension of the model's heads; vLLM itself would fail
-    only in its first forward pass."""
+    """Raise ValueError if vLLM's attention on a CPU does not support the dimension of the model's heads; vLLM itself
+    would fail only in its first forward pass."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     known = CPUAttentionBackend.get_supported_head_sizes()
@@ -198,7 +199,7 @@ def log_started(seconds: Mapping[str, float], linears: Mapping[str, int]) -> Non
 
 def check_fused_scales(base: str) -> None:
     """Raise ValueError for a checkpoint with different tensor scales for q, k and v, or gate and up: on a GPU, vLLM
-    fuses them, uses the largest scale for all, and only warns."""
+    fuses these linear layers, uses the largest of their scales for all of them, and only warns."""
     checkpoint = Checkpoint(base)
     present = {name.rpartition(".")[0] for name in checkpoint.names()}
     for suffix in TENSOR_SCALES:

@@ -39,8 +39,9 @@ class Slot(NamedTuple):
     a: Tensor  # [R, K] or [E, R, K], LoRA's matrix A; rows from the adapter's rank on are 0
     b: Tensor  # [n, R] or [E, n, R], n rows of the matrix B times LoRA's scaling; columns from the rank on are 0
     first: int = 0
-    """Index of the first row of ``b`` in the adapter's whole matrix B: not 0 where vLLM has several slots for one
-    adapter of the trainer, for queries, keys and values of delta nets, and for gate and up of experts."""
+    """Index, in the adapter's whole matrix B, of the row that is first in ``b``. It may differ from 0 where vLLM has
+    several slots for one adapter of the trainer: for queries, keys and values of delta nets, and for gate and up of
+    experts."""
 
     def views(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """View A and n rows of B, given in PEFT's shapes, in the shapes of the slot's tensors."""
@@ -66,8 +67,8 @@ def reserve_adapter(worker: WorkerBase, request: LoRARequest) -> None:
 
 
 def compile_adapter_kernels(worker: WorkerBase) -> None:
-    """Compile the Triton kernels that rollouts need for the adapters of linear layers, each set of shapes in a thread
-    of its own."""
+    """Compile the Triton kernels that rollouts need for the adapters of linear layers, for each set of shapes of A and
+    B in a thread of its own."""
     from qerl_pl.rollout.vllm.cuda import OneAdapterKernels, compile_kernels
 
     linears = {}
@@ -124,7 +125,8 @@ def live_norms(worker: WorkerBase) -> dict[str, Tensor]:
 
 def linear_kernels(worker: WorkerBase) -> dict[str, int]:
     """Count the linear layers and mixture-of-experts layers of vLLM's model by the name of the class that computes
-    them; ``NativeLinear`` of shapes that this project's kernels do not support count as "NativeLinear, dequantised".
+    them; layers of the class ``NativeLinear`` whose shapes this project's kernels do not support count as
+    "NativeLinear, dequantised".
     """
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
@@ -157,7 +159,7 @@ def _manager(worker: WorkerBase) -> WorkerLoRAManager:
 
 def _flags(worker: WorkerBase) -> dict[str, Tensor]:
     """Return, by the layer's name, the flag [1] of each mixture-of-experts layer with adapter slots; vLLM's kernels add
-    the policy's adapter only where it is not 0."""
+    the policy's adapter to a layer only if its flag is not 0."""
     manager = _manager(worker)._adapter_manager
     index = manager.lora_index_to_id.index(ADAPTER_ID)
     modules = manager.modules.items()
