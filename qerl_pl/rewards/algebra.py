@@ -48,9 +48,9 @@ class Unreadable(ValueError):
 
 
 def equal_expressions(gold: str, answer: str) -> bool:
-    """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. It has an absolute
-    tolerance, so numbers that it finds equal are computed to more digits, and are different if these differ. Raises
-    ``Unreadable`` if the known answer ``gold`` cannot be parsed."""
+    """Tell whether two expressions are equal: fractions are compared exactly, others by math-verify. Since math-verify
+    has an absolute tolerance, numbers that it finds equal are computed to more digits, and count as different if these
+    digits differ. Raises ``Unreadable`` if the known answer ``gold`` cannot be parsed."""
     known, given = _parse(gold), _parse(answer)
     if known is None:
         raise Unreadable(f"the known answer {gold!r} cannot be read, so {answer!r} cannot be compared with it")
@@ -107,8 +107,8 @@ def is_readable(text: str) -> bool:
 
 
 def equal_relations(gold: str, answer: str) -> bool:
-    """Tell whether two inequalities or intervals have the same solutions. Raises ``Unreadable`` as
-    ``equal_expressions`` does."""
+    """Tell whether two inequalities or intervals have the same solutions. Raises ``Unreadable`` if the known answer
+    ``gold`` cannot be parsed."""
     gold, answer = _ascending(gold), _ascending(answer)
     if letters(gold) == letters(answer):
         return True
@@ -233,9 +233,9 @@ def _solution_set(text: str) -> Set | None:
 
 def _is_huge(text: str) -> bool:
     """Tell whether a text has a power or factorial of whole numbers, such as ``9^{9^9}``, that sympy could not compute
-    in a second; sympy computes them while it parses. For this test, inner powers are replaced by their values, those
-    of 128 or more bits by 2^128, because no power with so large an exponent can be computed, and calculations in
-    brackets such as ``(9^9 - 1)`` by numbers that are not smaller."""
+    in a second; sympy computes them while it parses. For this test, an inner power is replaced by its value, or by
+    2^128 if its value has 128 or more bits, because no power with so large an exponent can be computed. A calculation
+    in brackets such as ``(9^9 - 1)`` is replaced by a number that is not smaller."""
     while (part := _SUM.search(text)) or (power := _POWER.search(text)):
         if part:
             first, second = int(part[2]), int(part[4])

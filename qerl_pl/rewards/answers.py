@@ -133,8 +133,8 @@ def seen(text: str) -> str:
 
 
 def joined(text: str, spans: Sequence[tuple[int, int, str]], connector: re.Pattern[str] = _CONNECTOR) -> str:
-    """Return the contents of the last of ``spans`` (start, end, content) and of those before it, as far back as only a
-    ``connector`` stands between them, without repetitions, joined by commas."""
+    """Join by commas, without repetitions, the contents of the last of ``spans`` (start, end, content) and of those
+    before it, as long as only a ``connector`` stands between neighbours."""
     values = [spans[-1][2]]
     for before, after in zip(reversed(spans[:-1]), reversed(spans), strict=False):
         between = text[before[1] : after[0]]

@@ -29,9 +29,9 @@ class Judge(Protocol):
     def judge(
         self, texts: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = no_progress
     ) -> list[Verdict]:
-        """Score completions and return one verdict (score and reason) per row. ``texts`` are the completions, and
-        ``answers`` the known answers from the data set. The method calls ``progress`` with the number of rows finished
-        since it last called ``progress``."""
+        """Score completions and return one verdict (score and reason) per completion. ``texts`` are the completions,
+        and ``answers`` the known answers from the data set. The method calls ``progress`` with the number of
+        completions scored since it last called ``progress``."""
         ...
 
 
@@ -52,13 +52,14 @@ class Reward(Protocol):
     (see ``rewards/calling.py``)."""
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float | None]:
-        """Return one score per row, or None for a row that cannot be scored. A row without a score is left out of the
-        loss, while a row with score 0 is trained on.
+        """Return one score per completion, or None for one that cannot be scored. A completion without a score is left
+        out of the loss, while one with score 0 counts in it.
 
         Args:
-            prompts: [B] the prompt of each row, repeated for completions of the same prompt. A prompt has ``text``,
-                ``messages``, ``tokens``, ``answer``, and ``row``, which holds the problem's columns in the data set.
-            completions: [B] the completion of each row, with ``text``, ``tokens``, ``logprobs`` and ``finished``.
+            prompts: [B] the prompt of each completion, repeated for completions of the same prompt. A prompt has
+                ``text``, ``messages``, ``tokens``, ``answer``, and ``row``, which holds the problem's columns in the
+                data set.
+            completions: [B] the completions, each with ``text``, ``tokens``, ``logprobs`` and ``finished``.
         """
         ...
 
@@ -72,8 +73,8 @@ class WeightedReward:
         reward: a function of two lists, prompts and completions, that returns a list with a number for each completion,
             or None for a completion that it cannot score; or a class with such a ``__call__``. A reward with other
             parameters, such as columns of the data set, is called as TRL calls reward functions.
-        weight: factor of the scores in the sum. With 0 the scores are only logged, and a row is trained on even if this
-            reward cannot score it.
+        weight: factor of the scores in the sum. With 0 the scores are only logged, and a completion that this reward
+            cannot score still counts in the loss.
         time_limit: seconds that the reward may take for a batch; after that, the run stops. null sets no limit. For a
             reward with a ``judge`` method, which reports progress, this is the limit on the time between two reports.
         messages: only for rewards that are called as TRL calls them: true passes prompts and completions as lists of
@@ -111,9 +112,9 @@ class RewardTable(NamedTuple):
     """Scores of one batch of B rows by all rewards."""
 
     total: Tensor
-    """[B] fp32, weighted sum of the rewards' scores; 0 on rows where ``scored`` is False."""
+    """[B] fp32, weighted sum of the rewards' scores; 0 for completions that have a False in ``scored``."""
     scored: Tensor
-    """[B] bool, False for a row for which a reward with a weight other than 0 returned None."""
+    """[B] bool, False for a completion for which a reward with a weight other than 0 returned None."""
     components: dict[str, Tensor]
     """Maps a reward's name to its scores before weighting, [B] fp32; NaN where the reward returned None."""
     verdicts: dict[str, tuple[Verdict, ...]]
@@ -134,7 +135,7 @@ class RewardTable(NamedTuple):
         return {cause: counts[cause] for cause in CAUSES}
 
     def common_reason(self) -> str:
-        """Return the most frequent reason why a reward with a weight gave None; empty if every row has a score."""
+        """Return the most frequent reason why a reward with a weight other than 0 gave None; empty if none did."""
         weighted = (verdicts for name, verdicts in self.verdicts.items() if name not in self.only_logged)
         reasons = Counter(verdict.reason for verdicts in weighted for verdict in verdicts if verdict.score is None)
         return max(reasons, key=reasons.__getitem__, default="")
@@ -177,10 +178,11 @@ def score_rewards(
     seed: int = 0,
     progress: Progress = Progress(),  # noqa: B008  (a NamedTuple is constant)
 ) -> RewardTable:
-    """Score a batch of B rows with every reward; returns each row's weighted sum, and each reward's scores with
-    reasons. While a reward runs, the global random streams have a seed that is derived from ``seed`` and the reward's
-    name. Rewards may read ``progress``, the optimizer steps of the run so far and in all. Raises RewardError if a
-    reward failed, took too long, or did not return one score per row, or if a weighted sum is not finite."""
+    """Score a batch of B completions with every reward; returns the weighted sum of each completion's scores, and each
+    reward's scores with reasons. While a reward runs, the global random streams have a seed that is derived from
+    ``seed`` and the reward's name. Rewards may read ``progress``, the optimizer steps of the run so far and in all.
+    Raises RewardError if a reward failed, took too long, or did not return one score per completion, or if a weighted
+    sum is not finite."""
     _check_names(rewards)
     if len(prompts) != len(completions):
         raise ValueError(
@@ -247,9 +249,10 @@ def judge_rows(
     finished: Callable[[int], object] = no_progress,
 ) -> tuple[list[Verdict], dict[str, list[float]]]:
     """Call one reward on a batch under its time limit, and restore the global state that it changes (see ``guarded``).
-    Returns one verdict per row, with the reward's reasons if it has a ``judge`` method, and the numbers that the reward
-    logged by ``log_metric``, by name. ``finished`` is called with the number of rows finished since its last call. The
-    other arguments and the errors are those of ``score_rewards``."""
+    Returns one verdict per completion, with the reward's reasons if it has a ``judge`` method, and the numbers that the
+    reward logged by ``log_metric``, by name. ``finished`` is called with the number of completions scored since its
+    last call. The reward's random numbers follow from ``seed``, and it may read ``progress``, the optimizer steps of
+    the run. Raises RewardError if the reward fails, takes too long, or does not return one score per completion."""
     name, reward, num_rows = term.name, term.reward, len(prompts)
     own_seed = derive_seed(seed, f"reward {name}")
     with guarded(name, num_rows=num_rows, time_limit=term.time_limit, seed=own_seed) as restart:

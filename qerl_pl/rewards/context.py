@@ -128,8 +128,9 @@ def is_denied(text: str, start: int, end: int, answer: str) -> bool:
 
 
 def is_withdrawn(before: str, behind: str, answer: str) -> bool:
-    """Tell whether the text behind an answer takes it back with a contrast, the name of an error, or a correction that
-    does not lead to the same answer. Of a long text, the middle is not read."""
+    """Tell whether the text behind an answer takes the answer back: by a contrast ("but it ..."), by calling it wrong
+    or naming an error ("this double counts"), or by a correction ("wait, ...") that does not lead to the same answer.
+    Of a long text, only the beginning and the end are read."""
     behind = behind if len(behind) <= 2 * _BEHIND else f"{behind[:_BEHIND]}\n{behind[-_BEHIND:]}"
     own, *later = _SENTENCE_END.split(_plain(behind))
     following = next(filter(re.compile(r"\w").search, later), "")
@@ -180,7 +181,8 @@ def in_context(text: str, start: int, end: int, content: str) -> str:
 
 
 def _behind(text: str, end: int) -> str:
-    """Return the text that is read behind an answer, without a last word or number of which only a part is read."""
+    """Return the first ``_BEHIND`` characters of the text behind an answer, without a word or number that this limit
+    cuts."""
     behind = text[end : end + _BEHIND]
     return _plain(behind if len(text) <= end + _BEHIND else re.sub(r"\S*$", "", behind))
 

@@ -96,7 +96,7 @@ def judge(gold: str, answer: str) -> Verdict:
 
 
 def _readings(gold: str, answer: str) -> list[str]:
-    """List the texts as which an answer may be read, if the known one is a single value: ``3,5`` may also be 3.5."""
+    """List the texts as which an answer may be read: ``3,5`` may also be 3.5 if the known answer is a single value."""
     if len(_group(gold).items) != 1:
         return [answer]
     grouped = re.fullmatch(r"-?(?:\d{1,2}(?:,\d\d)+,\d{3}|\d{1,3}(?:\.\d{3}){2,})", answer)  # 12,34,567 and 1.234.567
@@ -110,8 +110,9 @@ def _readings(gold: str, answer: str) -> list[str]:
 
 
 def _case_as(gold: str, answer: str) -> str:
-    """Give each letter in an answer's names of up to three letters the case that it has in ``gold``, unless either text
-    has it in both cases, because x and X may then be different variables."""
+    """Give the letters in an answer's names (words of up to three letters) the case that they have in ``gold``, the
+    known answer. A letter that either text has in both cases is left as it is, because x and X may then be different
+    variables."""
     known, given = (
         {letter for run in re.findall(r"(?<![A-Za-z\\])[A-Za-z]{1,3}(?![A-Za-z])", side) for letter in run}
         for side in (gold, answer)
@@ -336,7 +337,8 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _sides(gold: str, answer: str) -> tuple[str, str]:
-    """Remove the names from answers such as ``x = 5`` if only one has a name or both name the same quantity."""
+    """Remove the names from two answers such as ``x = 5`` if only one of the two has a name, or both name the same
+    quantity."""
     known, given = _ASSIGNMENT.match(gold), _ASSIGNMENT.match(answer)
     if known and given:
         names = [letters(match["name"]).lower() for match in (known, given)]

@@ -30,7 +30,8 @@ def check_format_can_be_met(
     rewards: Sequence[WeightedReward], prompts: Sequence[Prompt], as_sampled: Callable[[str], str]
 ) -> None:
     """Raise ValueError before training if ``think_answer_format`` could never give 1, because stop strings or decoding
-    change every completion of its form. ``as_sampled`` maps a policy's text to that which rewards get."""
+    change every completion of its form. ``as_sampled`` maps a text that the policy writes to the text that rewards get
+    after sampling and decoding."""
     for term in rewards:
         if term.reward is not think_answer_format or term.weight == 0:
             continue

@@ -28,8 +28,8 @@ class RewardError(ValueError):
 @contextmanager
 def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) -> Iterator[Callable[[int], object]]:
     """Run one call of a reward, the body of the ``with`` statement, under a time limit, and restore the process's
-    global settings afterwards. Yields a function that restarts the time limit, to be called with the number of rows
-    finished since its last call.
+    global settings afterwards. Yields a function that restarts the time limit, to be called with the number of
+    completions scored since its last call.
 
     The limit ``time_limit`` (in seconds; None: no limit) is enforced by a thread that sends a signal to the main
     thread. The signal ends Python code that sleeps, waits or computes, but not a call into C that never returns. A
@@ -71,9 +71,9 @@ def guarded(name: str, *, num_rows: int, time_limit: float | None, seed: int) ->
 
 
 def checked_scores(name: str, scores: Any, num_rows: int) -> list[float | None]:
-    """Convert the return value of a reward (a sequence, iterator, tensor or array with a number or None per row) to a
-    list. Raises RewardError, with the reward's name and the row, if it does not consist of ``num_rows`` finite numbers
-    or None."""
+    """Convert the return value of a reward (a sequence, iterator, tensor or array with a number or None per completion)
+    to a list. Raises RewardError, which names the reward and the index of a wrong score, if the value does not consist
+    of ``num_rows`` finite numbers or None."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     elif isinstance(scores, Iterable) and not isinstance(scores, str | bytes | Mapping | Set):

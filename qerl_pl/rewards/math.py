@@ -30,8 +30,8 @@ class NumericAnswer:
     Units that may also be names of variables, as in ``5 m`` and ``5 s``, are ignored if their dimensions differ. A
     missing or added percent sign does not matter if the known number is at least 1. A marked text with other words or
     numbers, such as "at least 5", is no answer. Text that a model writes after the end of its turn, such as a further
-    question, is not read. A row gets no reward (None, so it does not count) if its known answer is neither a number nor
-    a GSM8K solution that ends in ``#### 72``.
+    question, is not read. A completion gets no score (None, so it does not count in the loss) if the known answer is
+    neither a number nor a GSM8K solution that ends in a line such as ``#### 72``.
 
     Args:
         marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, a line ``Answer: ...``, or any of
@@ -110,9 +110,9 @@ class MathAnswer:
     has the percent sign. In an answer such as ``1/3 \\approx 0.333``, the right side must be the left side rounded,
     else the answer is wrong.
 
-    The comparison runs in worker processes. A row whose comparison hangs or kills its worker scores 0 if the known
-    answer alone can be parsed. A row whose known answer cannot be parsed gets no score, unless the completion's answer
-    is the same text.
+    The comparison runs in worker processes. A completion whose comparison hangs or kills its worker scores 0 if the
+    known answer alone can be parsed. If the known answer cannot be parsed, a completion gets no score, unless its
+    answer is the same text.
 
     Args:
         marker: what marks the answer: the ``<answer>`` tag, ``\\boxed{}``, ``####``, DAPO's line ``Answer: ...``, or

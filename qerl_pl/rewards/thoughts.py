@@ -94,8 +94,8 @@ def in_one_form(text: str) -> str:
 
 
 def opening_at_the_end(text: str) -> str:
-    """Return the tag at the end of a text that opens thoughts, with the white space after it; the empty string if there
-    is none."""
+    """Return the tag that opens thoughts, with the white space after it, if a text ends with one; else the empty
+    string."""
     tail = text[-_LONGEST:]
     marks = [mark for mark, meaning in _marks(tail, _MARK) if meaning == OPEN]
     return tail[marks[-1].start() :] if marks and not tail[marks[-1].end() :].strip() else ""
@@ -130,7 +130,7 @@ _OTHERWISE = ("unused", "role")  # kinds of tags whose closing tag has another m
 
 
 def assistant_turn(prompt: Prompt, completion: Completion) -> str:
-    """Return a completion's text with its thoughts between ``<think>`` and ``</think>``, whichever tokens the model's
-    family has for this (``in_one_form``). If the chat template wrote the opening tag at the end of the prompt, as those
-    of DeepSeek-R1, QwQ and Qwen3.5 do, the text begins with it."""
+    """Return a completion's text with its thoughts between ``<think>`` and ``</think>``, which replace the tokens that
+    the model's family has for this. If the chat template wrote the opening tag at the end of the prompt, as those of
+    DeepSeek-R1, QwQ and Qwen3.5 do, the text begins with it."""
     return in_one_form(opening_at_the_end(prompt.text) + completion.text)

@@ -13,7 +13,8 @@ class Verdict(NamedTuple):
     """The score of one row, with its reason."""
 
     score: float | None
-    """1 for a correct answer, 0 for a wrong or missing one; None: it cannot be scored, and is left out of the loss."""
+    """1 for a correct answer, 0 for a wrong or missing one; None: the completion cannot be scored, and is left out of
+    the loss."""
     reason: str
     """Reason of the score, for people to read, in one line: the two values that were compared, or what is missing."""
     cause: Cause | None = None

@@ -56,8 +56,9 @@ class Verifier:
     def judge(
         self, rows: Sequence[tuple[str, str]], progress: Callable[[int], object] = lambda count: None
     ) -> list[Verdict]:
-        """Compare the known answer of each row with the completion's; returns a verdict (score and reason) per row. Of
-        equal rows, only one is compared. ``progress`` is called with the number of rows finished since its last call.
+        """Compare the two answers of each row, the known one and the completion's; returns a verdict (score and reason)
+        per row. Of equal rows, only one is compared. ``progress`` is called with the number of rows finished since its
+        last call.
 
         A row whose worker dies is tried once more. If a row exceeds the time or memory limit, or ends its worker twice,
         it scores 0 if the known answer alone can be parsed, and otherwise has no score. It scores 0 because a policy

@@ -1,5 +1,6 @@
 """Run a worker process of ``rewards/verifier.py``: for each JSON line on standard input (known answer, completion's
-answer, time limit), print one with the verdict. It imports no torch, so it starts in half a second without a GPU."""
+answer, time limit), print one with the verdict. The process does not import torch, so it starts in half a second and
+uses no GPU."""
 
 import json
 import os
