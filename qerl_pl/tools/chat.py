@@ -88,8 +88,8 @@ def load_run(run: Path, *, checkpoint: str = "last") -> tuple[Policy, dict[str, 
 
 
 def _check_base_is_here(config: Mapping[str, Any], run: Path) -> None:
-    """Raise ValueError if the base of a run is a relative path that exists only in the folder in which the run was
-    started, or nowhere."""
+    """Raise ValueError if the base of a run is a relative path that does not exist from the working directory; the
+    message says in which folder the run was started, from which it may exist."""
     model, run_dir = config["model"], Path(config.get("run_dir") or "/")
     base = Path("-".join(filter(None, [model["base"].rstrip("/"), model.get("base_format")]))).expanduser()
     parts = run.resolve().parts

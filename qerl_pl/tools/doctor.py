@@ -95,9 +95,9 @@ def print_checks(
     optional: Collection[str] = (),
     left_out: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> list[str]:
-    """Run checks and print one line for each; returns what the required checks said that failed. A line begins with
-    [ok] if the check succeeded, with [no] if a required one failed, and with [--] if it is ``optional`` and failed, or
-    raised ``left_out``, which means that it could not be made."""
+    """Run checks and print one line for each; returns the messages of the required checks that failed. A line begins
+    with [ok] if the check succeeded, with [no] if it is required and failed, and with [--] if it is ``optional`` and
+    failed, or raised the exception ``left_out`` because it could not be made."""
     failed: list[str] = []
     for name, check in checks:
         try:

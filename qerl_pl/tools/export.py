@@ -112,8 +112,8 @@ def export_adapter(run: Path, output: Path, *, checkpoint: str = "last") -> Lora
 
 
 def _check_shapes(adapter: Mapping[str, Tensor], base: Path) -> None:
-    """Raise ValueError if the base has no parameter for a tensor of an adapter, or one of another size (experts
-    excepted)."""
+    """Raise ValueError if the base has no parameter for a tensor of an adapter, or one whose size does not fit the
+    tensor. Adapters on experts are not checked."""
     shapes = {name: parameter.shape for name, parameter in meta_model(base).named_parameters()}
     for name, tensor in adapter.items():
         linear, lora, matrix = name.removeprefix("base_model.model.").partition(".lora_")

@@ -97,7 +97,8 @@ def export_merged(run: Path, output: Path, form: MergedForm, *, checkpoint: str 
 
 
 def write_merged(policy: Policy, folder: Path) -> None:
-    """Write a policy's model with the adapter merged into its weights, in bf16 except what the family keeps in fp32."""
+    """Write a policy's model with the adapter merged into its weights, in bf16 except for tensors that the model's
+    family keeps in fp32."""
     folder.mkdir(parents=True)
     tied, tensors = tied_weights(policy.causal_lm), dict[str, Tensor]()
     for name, tensor in merged_tensors(policy):

@@ -109,7 +109,7 @@ def training(run: Path) -> dict[str, str]:
 
 
 def prompts(run: Path) -> str:
-    """Describe in Markdown how a run made chat messages of a question, which whoever asks the policy has to do too."""
+    """Describe in Markdown how a run made chat messages from a question; users of the policy have to do the same."""
     data = plain_yaml(run / "config.yaml").get("data") or {}
     messages = [{"role": "user", "content": data.get("question_template") or "{question}"}]
     if data.get("system_prompt") is not None:

@@ -1,9 +1,9 @@
 """Make a small policy that can do arithmetic but makes careless mistakes, for the quickstart and for tests.
 
-It is a model of the Qwen2 architecture with 464 000 parameters, fine-tuned on worked solutions of arithmetic problems
-by a program that makes mistakes at random (tasks/arithmetic.py). So it can compute, but more often repeats the
+It is a model of the Qwen2 architecture with 464 000 parameters, fine-tuned on worked solutions of arithmetic problems,
+which a program writes with random mistakes (tasks/arithmetic.py). So the model can compute, but more often makes such
 mistakes, and reinforcement learning improves it within minutes; if fine-tuning stopped early instead, it would hardly
-ever earn a reward. It depends only on the seed; global random states are left as they are.
+ever earn a reward. The policy depends only on the seed; global random states are left as they are.
 """
 
 import itertools
@@ -191,9 +191,9 @@ def reproduces(
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int) -> dict[str, float]:
     """Measure a policy's ``accuracy`` and ``skill`` on held-out problems with greedy decoding. The accuracy is the
-    share of solutions without a mistake, the skill the share of solutions without mistakes other than those of the kind
-    that the program makes. A solution in another format than the program's counts as wrong in both, so both are lower
-    bounds."""
+    share of solutions without a mistake, the skill the share of solutions that have no mistakes, or only mistakes of
+    the kind that the program makes. A solution in another format than the program's counts as wrong in both, so both
+    are lower bounds."""
     expressions = distinct_expressions(NUM_HELD_OUT, seed=derive_seed(seed, "tiny/held-out"), validation=True)
     slips = list(itertools.product((False, True), repeat=max(NUM_OPERANDS) - 1))  # in the first, no step is careless
     texts = [
