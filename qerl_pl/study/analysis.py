@@ -70,11 +70,12 @@ class Judged(NamedTuple):
     adjusted: float
     """P-value of the comparison after Holm's adjustment for all comparisons by the same readout."""
     seen_from: float
-    """Smallest true difference that is significant, after Holm's adjustment for all comparisons by the same readout,
-    with a probability of 80 %; NaN if there are too few pairs of runs for any significant result."""
+    """Smallest true difference that would be found significant with a probability of 80 %, after Holm's adjustment for
+    all comparisons by the same readout; NaN if there are too few pairs of runs for any significant result."""
     seeds: int | None
-    """Number of pairs of runs with which a true difference of ``TINY_DIFFERENCE`` is significant in the same way; None
-    if it is too large, or the standard deviation of the differences is unknown."""
+    """Number of pairs of runs with which a true difference of ``TINY_DIFFERENCE`` would be significant with a
+    probability of 80 %; None if more than 10 000 are needed, or the standard deviation of the differences is
+    unknown."""
 
 
 def gather(study: Study) -> list[Group]:
@@ -127,8 +128,8 @@ def differences(one: Group, other: Group, readout: str) -> list[float]:
 
 
 def less_is_better(readout: str) -> bool:
-    """Return whether lower values of a readout are better: of a difference between trainer and sampler, of seconds and
-    of memory."""
+    """Return whether lower values of a readout are better, as they are of differences between trainer and sampler, of
+    seconds and of memory."""
     return readout.startswith(("gap", "seconds", "GPU memory"))
 
 

@@ -88,8 +88,8 @@ def equal_reward(runs: Sequence[Curves]) -> float | None:
 
 
 def entropy_at(curves: Curves, reward: float) -> float | None:
-    """Return the entropy of a run, in nats per token, at the first step at which its reward reaches ``reward``, both as
-    running means. Returns None if the run never reaches this reward, or logged no entropy."""
+    """Return the entropy of a run, in nats per token, at the first step at which its reward reaches ``reward``; entropy
+    and reward are running means. Returns None if the run never reaches this reward, or logged no entropy."""
     if not {"train/reward", "policy/entropy"} <= curves.keys():
         return None
     reached = np.flatnonzero(smooth(curves["train/reward"].values) >= reward)

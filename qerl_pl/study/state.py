@@ -20,7 +20,7 @@ class State(NamedTuple):
     """Duration in seconds of each successful command, by its name, added up over all its attempts, failed and stopped
     ones too."""
     spent: dict[str, float] = {}  # noqa: RUF012 (nobody writes to it)
-    """Seconds of the attempts that failed or were stopped, of commands that have not succeeded since, by name."""
+    """Seconds that failed or stopped attempts took, by the name of the command; one that has succeeded has no entry."""
     failure: str | None = None
     """Reason why the last attempt failed; None if it did not fail."""
 
@@ -75,7 +75,8 @@ def check_unchanged(study: Study, *runs: Run) -> None:
 
 
 def lock(run: Run) -> IO[str] | None:
-    """Lock a run until the returned file is closed or this process ends; None if another process has locked it."""
+    """Lock a run, and return a file; the run stays locked until this file is closed or this process ends. Returns None
+    if another process has locked the run."""
     run.folder.mkdir(parents=True, exist_ok=True)
     file = (run.folder / LOCK).open("w")
     try:

@@ -4,7 +4,7 @@ One procedure gives the p-value and the interval, so that they cannot contradict
 permutation test of the mean. If the differences x are symmetric about m, flipping the signs of any subset of the values
 x - m leaves their distribution as it is. The mean after flipping a subset is at least as large as the observed mean
 exactly if the mean of that subset of x is at most m. So the p-value of any m, and the interval of all m that are not
-rejected, follow from the means of all subsets of x (typical values; Hartigan, JASA 1969).
+rejected, follow from the means of all subsets of x (Hartigan, JASA 1969, calls them typical values).
 """
 
 import bisect
@@ -21,7 +21,8 @@ ALPHA = 0.05
 that does not exist."""
 POWER = 0.8
 EXACT_PAIRS = 16
-"""Largest number of pairs for which the test uses all subsets of pairs; for more it uses 2^16 random ones."""
+"""Largest number of pairs of runs for which the sign-flip test uses all subsets of the pairs; for more pairs it uses
+2^16 random subsets."""
 SIMULATED_PAIRS = 12
 """Largest number of pairs of runs for which the test's power is simulated. For more pairs, the power of the t test is
 used, which differs by less than 2 %."""

@@ -60,8 +60,8 @@ class Study:
         output: folder of all runs and their analysis.
         arms: the compared configurations: maps the name of an arm to its settings, as in a configuration file. `$seed`
             in a text of an arm is replaced by the run's seed.
-        after: maps an arm whose runs read files of another arm's runs to that other arm. A run of the first arm begins
-            when the other arm's run with the same seed and options is finished.
+        after: maps an arm to another arm; runs of the first arm read files of runs of the second. A run of the first
+            arm begins when the second arm's run with the same seed and options is finished.
         seeds: values of ``seed_everything``; every arm is run with each of them, so that runs of two arms are compared
             in pairs of equal seed.
         config: configuration files, or names of configurations of this package, that every run reads first, e.g.
