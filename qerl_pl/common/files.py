@@ -52,7 +52,8 @@ def check_readable(path: Path) -> None:
 
 
 def traceback_file(error: BaseException) -> str:
-    """Write an error's traceback to a temporary file. Returns its path, or words that there is no folder for it."""
+    """Write an error's traceback to a temporary file. Returns the file's path or, if there is no folder to write to,
+    words that say so."""
     with suppress(OSError), NamedTemporaryFile("w", prefix="qerl-", suffix=".log", delete=False) as file:
         file.write("".join(traceback.format_exception(error)))
         return file.name

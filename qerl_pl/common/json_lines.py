@@ -108,7 +108,8 @@ def stored_text(value: object, where: str) -> str:
 
 
 def only_entry(value: object) -> object:
-    """Return the entry of a list with one entry, as which some data sets store an answer; other values unchanged."""
+    """Return the entry of a list with one entry, because some data sets store an answer as such a list; return any
+    other value unchanged."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 

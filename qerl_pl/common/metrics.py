@@ -78,9 +78,9 @@ def largest() -> Metric:
 
 
 def over_ranks(metric: Metric, *values: Tensor) -> Any:
-    """Compute a metric over the values of all ranks, return its value, and reset the metric. It must hold no values
-    before, since they would be counted in. ``values`` are this rank's arguments of ``metric.update``. Every rank must
-    call this function, because it waits for the values of all ranks."""
+    """Compute a metric over the values of all ranks, return its value, and reset the metric. The metric must be empty
+    before, since values in it would be counted too. ``values`` are this rank's arguments of ``metric.update``. Every
+    rank must call this function, because it waits for the values of all ranks."""
     device = ranks.device() if ranks.are_several() else values[0].device
     metric.to(device)
     metric.update(*(value.to(device) for value in values))

@@ -20,8 +20,8 @@ FIRST_S = 3.0
 LINE_S = 4.0
 """Seconds between two lines about phases if stderr is not a terminal."""
 SELDOM_S = 60.0
-"""Seconds before the first line, and between two lines, of phases that come again and again, such as the sampling of
-each rollout."""
+"""Seconds before the first line of a phase that comes again and again, such as the sampling of each rollout, and
+between two of its lines."""
 REDRAW_S = 1.0
 """Seconds between two updates of the line that a terminal shows."""
 BAR = "{desc}: {percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} {unit} {elapsed}, {remaining} left"
@@ -31,7 +31,7 @@ ERASE = "\r\x1b[K"
 
 APART_S = 1.0
 """Longest pause in seconds between two phases that count as consecutive. The time until the first line is counted from
-the first of consecutive phases."""
+the start of the first of consecutive phases."""
 
 T = TypeVar("T")
 _running: list[Phase] = []
@@ -84,10 +84,11 @@ class Phase:
 def phase(
     what: str, *, total: int | None = None, unit: str = "", at_once: bool = False, seldom: bool = False
 ) -> Iterator[Phase]:
-    """Show on stderr, while the ``with`` block runs, what the block does. The arguments are those of ``Phase``. With
-    ``at_once``, the phase is shown before the block begins; ``with`` blocks that import modules need this, because
-    imports may keep the printing thread from running. With ``seldom``, lines in a job's log are a minute apart, also
-    from the beginning of the block to the first line, unless the block runs within another phase.
+    """Show on stderr, while the ``with`` block runs, ``what`` the block does. ``total`` and ``unit`` are number and
+    name of the units of its progress, if they can be counted. With ``at_once``, the phase is shown before the block
+    begins; ``with`` blocks that import modules need this, because imports may keep the printing thread from running.
+    With ``seldom``, lines in a job's log are a minute apart, also from the beginning of the block to the first line,
+    unless the block runs within another phase.
 
     A terminal shows one line, which is redrawn every second and erased at the end. If stderr is not a terminal but, for
     example, a job's log, a line is written every ``LINE_S`` seconds, also when many short phases follow each other.

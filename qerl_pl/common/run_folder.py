@@ -65,8 +65,8 @@ def run_folder(text: str) -> str:
 
 def check_places(run: Path, *, trains: bool = True) -> None:
     """Check, before the model is loaded, that a run can write its files into its folder, which need not exist yet.
-    Raises ValueError if the folder, or a subfolder of a run that trains (``trains``), cannot be written to, or if
-    something else is where the run needs a folder or regular file; and OSError if the disk is full."""
+    Raises ValueError if the folder or, if the run trains (``trains``), a subfolder for its results cannot be written
+    to, or if something else is where the run needs a folder or regular file; and OSError if the disk is full."""
     folder = run.absolute()
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):

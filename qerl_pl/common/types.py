@@ -82,13 +82,14 @@ class Experience(NamedTuple):
     sampled: Tensor
     """[B, S] bool, True where the policy sampled the token."""
     mask: Tensor
-    """[B, S] bool, True for tokens in the loss: sampled tokens of rows that have a reward and were not filtered out."""
+    """[B, S] bool, True for tokens in the loss: sampled tokens of completions that have a reward, except those that are
+    left out because they were cut off, or because dynamic sampling found no group to train on."""
     sampler_logprobs: Tensor
-    """[B, S] fp32, log-probabilities in nats that the rollout engine returned; 0 where ``sampled`` is False."""
+    """[B, S] fp32, log-probabilities in nats that the rollout engine returned; 0 at tokens that it did not sample."""
     scored: Tensor
     """[B] bool, False for rows that no reward could score."""
     advantages: Tensor
-    """[B] fp32, exactly 0 for rows without a reward and for groups whose rewards are all equal."""
+    """[B] fp32, exactly 0 for completions without a reward and for groups whose rewards are all equal."""
     routes: Tensor | None = None
-    """[B, S, L, k] uint8 or int16: ``Completion.routes``; 0 for a row's last token and for padding. None: the routers
-    choose the experts in training, or the model has none."""
+    """[B, S, L, k] uint8 or int16, indices of the experts that computed each token in the engine; 0 for a row's last
+    token and for padding. None: in training the trainer's routers choose, or the model has no experts."""

@@ -14,8 +14,8 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.util.tensor_util import make_ndarray
 
 SURPRISAL = "rollout/surprisal"
-"""Name of the logged scalar that estimates the entropy of the distribution that completions are sampled from, with
-noise on the weights and temperature."""
+"""Name of the logged scalar that estimates the entropy of the distribution that completions are sampled from,
+temperature and noise on the norm weights included."""
 HEADER = 12  # bytes before the data of a record: the data's length, and a checksum of this length
 FOOTER = 4  # bytes after the data of a record: the data's checksum
 
@@ -67,7 +67,8 @@ def read_curves(run: Path) -> dict[str, Curve]:
 
 def _first_validation_apart(scalars: list[Scalar]) -> list[Scalar]:
     """Set the step of the validation before the first rollout to -1 if there was also a validation after the first
-    rollout (``trainer.val_check_interval`` 1), as Lightning logs both at step 0. ``scalars`` are those of one start."""
+    rollout (``trainer.val_check_interval`` 1), as Lightning logs both at step 0. ``scalars`` are those that one start
+    of the run has logged."""
     left = Counter(scalar.tag for scalar in scalars if scalar.step == 0 and scalar.tag.startswith("val/"))
     apart = []
     for scalar in scalars:
@@ -79,7 +80,7 @@ def _first_validation_apart(scalars: list[Scalar]) -> list[Scalar]:
 
 def at_every_step(curve: Curve) -> list[float]:
     """Return the values of a curve at all steps from 0 to its last one. Between two steps at which the scalar was
-    logged, they are interpolated linearly; before the first one, they are its value."""
+    logged, they are interpolated linearly; before the first such step, they are the value at that step."""
     return np.interp(range(curve.steps[-1] + 1), curve.steps, curve.values).tolist()
 
 

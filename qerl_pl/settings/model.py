@@ -227,7 +227,7 @@ class ModuleSettings:
 
     @property
     def is_own_teacher(self) -> bool:
-        """Whether the teacher is the model that the policy is before its first update."""
+        """Whether the teacher is the same model as the policy before its first update."""
         folder = self.teacher_folder
         return folder is not None and self.lora.start is None and Path(folder).samefile(self.folder)
 
@@ -259,7 +259,7 @@ class ModuleSettings:
 
     @property
     def first_micro_batch(self) -> int:
-        """Limit on the tokens of one pass for a run without a memory plan, which would otherwise choose it."""
+        """Limit on the tokens of one pass in a run without a memory plan; a run with a plan uses the plan's limit."""
         return self.micro_batch_tokens or max(USUAL_MICRO_BATCH, self.longest_row)
 
     @property

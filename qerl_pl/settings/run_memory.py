@@ -25,7 +25,7 @@ def run_memory(
         engine: the rollout engine, which need not have started.
         num_prompts: prompts per rollout, or per batch of an evaluation, over all ``num_ranks`` ranks.
         teacher: dimensions of the teacher; None: there is none.
-        trains: False: an evaluation, which has neither a teacher nor routers to replay.
+        trains: False for an evaluation, which uses neither a teacher nor the sampler's choice of experts.
     """
     rank, _, targets, _ = settings.lora.filled_in()
     longest = settings.sampling.max_tokens
