@@ -1,5 +1,5 @@
-"""Cache, shared by all runs on this machine, of model folders derived from a base checkpoint, such as its quantised
-copy, named by a digest of the base and of the settings by which they were made."""
+"""Cache of model folders that were made from a base checkpoint, such as its quantised copy. All runs on this machine
+share it. A folder is named by a digest of the base and of the settings by which the folder was made."""
 
 import hashlib
 import json

@@ -44,8 +44,8 @@ RECORD = "gguf.json"
 GGUF file's name, its average bits per weight, and the share of weights stored in each GGUF type."""
 VERSION = 2  # version of this conversion, part of the key under which its result is cached
 BYTES_PER_WEIGHT = 6
-"""Peak bytes of host memory per weight of the model that the conversion of a GGUF file takes: 2 for all weights in
-bfloat16, and 4 for a tensor in fp32, which may have most of the weights."""
+"""Peak bytes of host memory per weight of the model that the conversion of a GGUF file takes: 2 for the whole model in
+bfloat16, plus 4 for the fp32 copy of one tensor, which may have most of the weights."""
 SAME_MATRIX = 0.2
 """Limit on |E - H| / |H| for the embeddings E and the output head H of a GGUF file. Below it, both are taken for one
 tied matrix, stored at two precisions: rounding to 2 bits per weight causes about this difference, while two different
@@ -73,8 +73,8 @@ NOT_READ = {
     "qwen3": ("attention.key_length", "head_dim"),
     "qwen3_moe": ("expert_feed_forward_length", "moe_intermediate_size"),
 }
-"""Metadata of a GGUF file that transformers does not read, by ``model_type``: the key without the architecture's name,
-and the key of config.json. transformers takes a default value for it."""
+"""Metadata of a GGUF file that transformers does not read, by ``model_type``: the metadata key without the
+architecture's name, and the key of config.json for which transformers takes a default value."""
 
 
 def is_gguf(base: str | Path) -> bool:
@@ -199,8 +199,8 @@ def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:
 
 
 def _check_contents(reader: GGUFReader, path: Path) -> None:
-    """Raise ValueError if a GGUF file is one of several parts, is cut short, or scales its rotary positions, which
-    transformers would silently ignore."""
+    """Raise ValueError if a GGUF file is one of several parts, is cut short, or scales its rotary positions: a scaling
+    that transformers would silently ignore."""
     parts = reader.fields.get("split.count")
     if parts is not None and (count := int(parts.contents())) > 1:
         raise ValueError(
@@ -221,8 +221,8 @@ def _check_contents(reader: GGUFReader, path: Path) -> None:
 
 
 def _splitting(tokenizer: Any, reader: GGUFReader, path: Path) -> Any:
-    """Make a tokenizer that transformers read from a GGUF file split text by the rule that the file names, where
-    transformers has GPT-2's rule in its place; changes ``tokenizer`` and returns it. Warns if the rule is unknown."""
+    """Make a tokenizer split text by the rule that its GGUF file names, if transformers, which has read the file, took
+    GPT-2's rule instead; changes ``tokenizer`` and returns it. Warns if the rule is unknown."""
     rule = reader.fields[SPLIT].contents() if SPLIT in reader.fields else "default"  # as llama.cpp calls it
     backend = tokenizer.backend_tokenizer
     if rule in AS_GPT2 or not isinstance(backend.pre_tokenizer, ByteLevel):
@@ -238,8 +238,8 @@ def _splitting(tokenizer: Any, reader: GGUFReader, path: Path) -> Any:
 
 
 def _completed(config: PretrainedConfig, reader: GGUFReader) -> PretrainedConfig:
-    """Set what transformers left at a default in the configuration of a GGUF file's model (``NOT_READ``); changes
-    ``config`` and returns it."""
+    """Set the values in ``NOT_READ``, which transformers left at a default in the configuration of a GGUF file's model;
+    changes ``config`` and returns it."""
     if config.model_type in NOT_READ:
         key, name = NOT_READ[config.model_type]
         field = reader.fields.get(f"{reader.fields['general.architecture'].contents()}.{key}")
@@ -251,8 +251,8 @@ def _completed(config: PretrainedConfig, reader: GGUFReader) -> PretrainedConfig
 def _check_all_read(model: PreTrainedModel, missing: Collection[str], reader: GGUFReader) -> None:
     """Raise ValueError if transformers found no weights in a GGUF file for parameters of the model, whose names are
     ``missing``, and gave them random values; or if the file has weights that the model lacks, such as biases or factors
-    of rotary positions. A vision model, which files of Ollama may contain, and blocks after the model's last one, which
-    serve multi-token prediction, may be left out."""
+    of rotary positions. Weights of a vision model, which files of Ollama may contain, and of blocks for multi-token
+    prediction after the model's last block are not counted: the model need not have them."""
     wrong = ""
     if missing:
         wrong = f"it has no weights for {min(missing)}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
