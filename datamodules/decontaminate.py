@@ -70,8 +70,9 @@ class Decontaminated:
 
 
 def find_overlaps(train: Sequence[Problem], evaluation: Sequence[Problem], *, num_words: int) -> list[Overlap]:
-    """Find the training problems that share ``num_words`` consecutive words with an evaluation problem. Each is
-    returned with the first sequence of words that it shares. Case, punctuation and white space are ignored."""
+    """Find the training problems that share ``num_words`` consecutive words with an evaluation problem. Returns each of
+    these training problems with the first sequence of words that it shares. Case, punctuation and white space are
+    ignored."""
     owners: dict[tuple[str, ...], str] = {}  # maps a sequence of words to an evaluation question that contains it
     for problem in evaluation:
         for run in runs_of_words(problem.question, num_words):

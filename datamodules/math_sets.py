@@ -2,7 +2,8 @@
 and that YAML can name as ``data.source``.
 
 The argument ``path`` of these functions is the name of a data set on the Hugging Face hub, or a .jsonl or .parquet file
-with the columns of that data set. ``bad_rows`` is "refuse" or "drop", as in ``datamodules.table.Table``.
+with the columns of that data set. ``bad_rows`` says what happens to a row that cannot be used: "refuse" ends the run,
+"drop" leaves the row out.
 """
 
 from typing import Literal

@@ -41,10 +41,10 @@ class PromptDataModule(LightningDataModule):
 
     A prompt that is too long is dropped and counted. It is never truncated, because it would lose its question or its
     instructions. A prompt is also dropped and counted if its problem has text that the tokenizer reads as a special
-    token, for example as the end of the user's turn. A training problem whose question is also a validation question is
-    removed and counted. With ``held_out``, ``fit`` and ``validate`` use held-out training problems, and only ``test``
-    and ``predict`` use the source's validation problems, because a checkpoint that was chosen by its score on some
-    problems looks better on these problems than it is.
+    token, for example as the end of the user's turn. A training problem whose question is also that of one of the
+    source's validation problems is removed and counted. With ``held_out``, ``fit`` and ``validate`` validate on
+    held-out training problems, and only ``test`` and ``predict`` use the source's validation problems, because a
+    checkpoint that was chosen by its score on some problems looks better on these problems than it is.
 
     Args:
         source: source of the training and validation problems.
@@ -67,8 +67,9 @@ class PromptDataModule(LightningDataModule):
             tokens included, with the stop strings.
         held_out: number of training problems that are held out for validation; 0: the source's validation problems are
             used. They are chosen by a hash of the question, so they are the same in every run. Training problems that
-            share 13 consecutive words with one of them are removed.
-        val_limit: only this many validation problems are used, the first ones; null uses all.
+            share 13 consecutive words with a held-out one are removed.
+        val_limit: only this many of the source's validation problems, and of the held-out ones, are used, the first
+            ones; null uses all. No training problem is removed or kept because of this limit.
         val_batch_size: prompts per validation batch on each rank.
         seed: seed of the order of training prompts.
 
@@ -76,7 +77,7 @@ class PromptDataModule(LightningDataModule):
         num_dropped: number of prompts dropped for their length, by "train", "validation" and "held-out".
         num_with_special_tokens: number of problems dropped because the tokenizer reads some of their text as special
             tokens, by the same names.
-        num_shared: number of training problems removed because their question is also in validation.
+        num_shared: number of training problems removed because a validation problem of the source has their question.
 
     Raises:
         ValueError: in ``setup``, if there is no data or no chat template, or too many prompts would be dropped.
@@ -305,7 +306,7 @@ def _digests(
     tokenizer: PreTrainedTokenizerBase, settings: Sequence[Any], problems: Sequence[Problem]
 ) -> dict[str, str]:
     """Return digests of everything that training prompts are made of: template, tokenizer, settings and problems. The
-    keys name these in error messages."""
+    keys of the dict are the names of these parts in error messages."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     parts = [_digest(repr((problem.question, problem.answer, problem.messages))) for problem in problems]

@@ -168,7 +168,7 @@ def read_problems(
     subset: str | None = None,
 ) -> list[Problem]:
     """Read the problems of a table, each made from a row by ``make``, which raises ValueError if the row cannot be
-    used; ``bad_rows`` says whether that ends the program ("refuse") or the row is left out ("drop"). ``setting`` is the
+    used; ``bad_rows`` says whether such a row ends the program ("refuse") or is left out ("drop"). ``setting`` is the
     source's setting that has the value ``path``, for error messages."""
     bad, problems = BadRows(bad_rows), []
     for row in read_rows(path, setting=setting, split=split, subset=subset, bad=bad):

@@ -42,9 +42,9 @@ class Pair:
 
 
 def check_problems(problems: Any, source: str) -> list[Problem]:
-    """Check what a source returned, and return it as a list. Raises ValueError if an element is no ``Problem`` with
-    question and answer as texts, a sequence of messages of which the last is the user's, and a mapping of columns.
-    ``source`` is the source's name for the message."""
+    """Check what a source returned, and return it as a list. Raises ValueError if an element is not a ``Problem`` whose
+    question and answer are texts, whose messages are a sequence (if not empty, the last is the user's), and whose row
+    is a mapping of columns. ``source`` is the source's name for the message."""
     if not isinstance(problems, Iterable):
         raise ValueError(f"{source} gives {str(problems)[:80]!r}; expected a list of qerl_pl.common.types.Problem")
     problems = list(problems)
