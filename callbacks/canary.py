@@ -53,9 +53,9 @@ class SyncCanary(Callback):
     1. Checksums, every time. The engine's adapter slots and norms are read back and compared with the trainer's adapter
        and its norms plus the current noise; in every dtype, all bits have to be equal. With vLLM, the weights of a
        4-bit base are compared with the trainer's, too: the first row of each linear layer that vLLM holds dequantised
-       and, where engine and trainer share one copy of a layer's weight, the digest of this copy with that at the start
-       of the run. Layers whose 4-bit weights vLLM holds in another memory order were compared when the engine started.
-       In mixture-of-experts models, experts and routers are compared as well.
+       and, where engine and trainer share one copy of a layer's weight, the digest of this copy, which must not have
+       changed since the weight was loaded. Layers whose 4-bit weights vLLM holds in another memory order were compared
+       when the engine started. In mixture-of-experts models, experts and routers are compared as well.
     2. Samples with a probe adapter, less often. An engine may hold the right tensors and use cached prefixes of an
        older policy, or leave out the adapter, whose effect is small early in a run. So the engine samples after a text,
        gets a strong random adapter (the probe adapter), and then samples after several beginnings of this text, one
@@ -168,10 +168,10 @@ class SyncCanary(Callback):
         among_ranks: bool = False,
     ) -> tuple[dict[str, Gap], float | None]:
         """Compare the engine's checksums with the trainer's; if ``due.samples``, also the log-probabilities of tokens
-        sampled with the probe adapter (a strong random one); if ``due.scores``, those of given text with the policy.
-        Returns the differences of log-probabilities by the names of these comparisons, and the strength of the probe
-        adapter, None if it is still unknown. Raises CheckFailed if the engine does not hold the policy or does not
-        compute with it.
+        sampled with the probe adapter (a strong random one); if ``due.scores``, those of text of the run, with the
+        policy's adapter and without it. Returns the differences of log-probabilities by the names of these comparisons,
+        and the strength of the probe adapter, None if it is still unknown. Raises CheckFailed if the engine does not
+        hold the policy or does not compute with it.
 
         ``noise`` is what the engine's norms should have. The text is taken from ``rows``, tokens of prompts or of
         prompts with completions. ``strength`` is the scale of the probe adapter's weights: 0 if none is usable, None if
@@ -226,9 +226,9 @@ class SyncCanary(Callback):
 
 
 def until_least_certain(prompt: Prompt, completion: Completion) -> tuple[tuple[int, ...], float]:
-    """Find the ``LAST`` consecutive tokens of a completion of which the policy was least certain, with the largest sum
-    of -log p, in nats. Returns the prompt's and the completion's tokens up to the end of these ``LAST`` tokens, and the
-    sum. A log-probability that is not finite counts as 0."""
+    """Find those consecutive tokens of a completion, ``LAST`` in number, of which the policy was least certain: those
+    with the largest sum of -log p, in nats. Returns the tokens of the prompt and of the completion up to the last of
+    them, and the sum. A log-probability that is not finite counts as 0."""
     surprisals = (-logprob if math.isfinite(logprob) else 0.0 for logprob in completion.logprobs)
     sums = list(accumulate(surprisals, initial=0.0))
     ends = range(min(LAST, len(sums) - 1), len(sums))

@@ -26,12 +26,12 @@ class GradientGuard(Callback):
     The step is not taken, so adapter, optimizer and learning rate schedule keep their state. ``last.ckpt`` is from an
     earlier RL iteration, and the prompts and completions of the rollout are written to the folder ``faults`` in the
     run's folder. A loss that is not finite also stops the run, because its gradient is not finite. Steps whose gradient
-    is 0 are neither checked nor compared with.
+    is 0 are not checked, and no step is compared with them.
 
-    A step on a mini-batch with a signal is only compared with steps on such mini-batches, and a step on one without a
-    signal only with steps on those. In a mini-batch without a signal, all completions of each prompt earned the same
-    reward; only terms of the loss such as the KL divergence or the entropy then have a gradient, which may be hundreds
-    of times smaller than that of the rewards.
+    Steps on mini-batches with a signal are only compared with each other, and so are steps on mini-batches without a
+    signal. In a mini-batch without a signal, all completions of each prompt earned the same reward; only terms of the
+    loss such as the KL divergence or the entropy then have a gradient, which may be hundreds of times smaller than that
+    of the rewards.
 
     Args:
         max_ratio: the run stops if the gradient norm before clipping exceeds its median over recent steps by this

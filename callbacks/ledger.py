@@ -35,10 +35,10 @@ class MismatchLedger(Callback):
     ============ ================================================== ====================================================
 
     The second column says which log-probabilities of the tokens are subtracted, in nats, at temperature 1, at which
-    engines score. Those "reported by the engine" when it sampled are at the sampling temperature, so "decode" is left
-    out unless this is 1; if it is 1, all terms but "staleness" add up to the difference between trainer and sampler.
-    "routing" exists only for mixture-of-experts models that are trained with the experts that the sampler chose
-    (``model.router_replay``).
+    engines score. Log-probabilities "reported by the engine" when it sampled are at the sampling temperature. If this
+    temperature is not 1, "decode" is left out; if it is 1, all terms but "staleness" add up to the difference between
+    trainer and sampler. "routing" exists only for mixture-of-experts models that are trained with the experts that the
+    sampler chose (``model.router_replay``).
 
     Each term is logged as ``ledger/{cause}/{k1,k3,mean_abs,p99,max,outside_share}`` (see
     ``qerl_pl.objective.correction.Mismatch``) over the completions of all ranks. The engine scores the completions
@@ -130,8 +130,8 @@ def trainer_logprobs(
     policy: Policy, tokens: Tensor, sampled: Tensor, routes: Tensor | None = None, *, micro_batch_tokens: int
 ) -> Tensor:
     """Compute the policy's log-probabilities of sampled tokens at temperature 1, without dropout, [B, S] fp32 in nats,
-    0 at other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] is never True in column 0; ``routes`` are
-    as in ``Policy.token_stats``."""
+    0 at other tokens. ``tokens`` [B, S] are right-padded; ``sampled`` [B, S] is never True in column 0; ``routes`` [B,
+    S, L, k] are the experts to use, None for those that the trainer's routers choose."""
     logprobs = torch.zeros(tokens.shape, device=tokens.device)
     # Only tokens up to a row's last sampled one count towards the limit.
     lengths = (sampled * torch.arange(1, sampled.shape[1] + 1, device=sampled.device)).amax(dim=1)

@@ -40,7 +40,7 @@ class RolloutEvidence(Callback):
     - if ``evidence/gap``, the mean of |log p of the trainer - log p of the sampler| over tokens, in nats, exceeds
       ``max_gap`` or ``max_jump`` times its median over recent rollouts. A less certain policy, or noise, increases both
       the gap and the trainer's own rounding errors. Before the run stops, a second pass with random rounding errors
-      therefore measures these, and an increase that they explain does not count;
+      therefore measures their effect, and an increase of the gap that it explains does not count;
     - if ``evidence/high_gap``, the gap that one row in 32 reaches, exceeds 1.5 times ``max_jump`` times its own median.
       It shows a few wrong rows, which hardly change a mean over many;
     - if ``evidence/logit_gap``, the gap converted to a difference of logits, which depends little on how certain the
@@ -71,13 +71,13 @@ class RolloutEvidence(Callback):
     - if the length or mean log-probability of a completion depends on its position in the group (``evidence/order``),
       as when the engine sorts or selects completions, or samples some with another policy;
     - after the update, if the trainer's log-probabilities of all rows, which the update has computed, are too far from
-      the sampler's by the limits above; the checkpoint of the previous RL iteration is kept. The gaps of all rows are
-      only logged with ``lora.dropout`` and in rollouts with noise, without which the update computes.
+      the sampler's by the limits above; the checkpoint of the previous RL iteration is kept. With ``lora.dropout``, and
+      in rollouts with noise (the update computes without it), the gaps of all rows are only logged.
 
     There is a warning if the completions' length or its spread, the share of finished completions, the reward or the
     share of distinct completions differs from the previous rollout by more than chance explains; the run goes on,
     because a policy may change so fast. Rollouts of a few groups are compared with several earlier ones: with 3 if they
-    have 8 groups, with 11 if they have 5; with fewer there is no such warning.
+    have 8 groups, with 11 if they have 5. Rollouts of fewer than 5 groups cause no such warning.
 
     The multiples of medians hold only for rollouts in which at least 64 different tokens are compared, because means of
     fewer tokens vary too much. The six tests other_sampling, other_draws, other_policy, copies, branches and order
@@ -300,8 +300,8 @@ class RolloutEvidence(Callback):
         self.limits.check(gaps, names, rollout=index, dtype=pl_module.policy.dtype, rounding=rounding)
 
     def _warn_of_changes(self, batch: ScoredBatch, index: int) -> None:
-        """Warn if values of groups, of length, reward and so on, differ from those of the previous rollouts by more
-        than chance explains."""
+        """Warn if means over groups, such as those of length and reward, differ from those of the previous rollouts by
+        more than chance explains."""
         parts = ranks.gather_values(batch.group_numbers())
         numbers = {name: [value for part in parts for value in part[name]] for name in parts[0]}
         for name, now in numbers.items():
