@@ -99,7 +99,8 @@ def read_settings(arguments: list[str]) -> dict[str, Any]:
 
 
 def shape_of(model: Mapping[str, Any]) -> ModelShape:
-    """Return the dimensions of the base that the section ``model`` names; errors are those of ``planned_shape``."""
+    """Return the dimensions of the base that the section ``model`` of a configuration names. Raises ValueError if its
+    config.json is not found, or a run cannot use the base."""
     quantization = quantization_of(model["quantize"])
     return planned_shape(model["base"], model["base_format"], quantization, DTYPES[model["dtype"]])
 
