@@ -45,7 +45,7 @@ def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
     """List the changes of settings that together make a run fit on a GPU, in the order of ``savings``: changes that
     harm the run least come first. A change is left out if it does not reduce the bytes that exceed the usable memory,
     or if the other changes suffice without it. If the run does not fit even with all changes, the ``peak`` of the last
-    change is larger than ``fitting.usable`` of the GPU's memory.
+    change is larger than the part of the GPU's memory that a run may use (``fitting.usable``).
     """
 
     def planned(changes: Mapping[str, Any]) -> Plan:
@@ -126,7 +126,8 @@ def with_changes(run: RunMemory, changes: Mapping[str, Any]) -> RunMemory:
 
 
 def _halved(value: int | None, smallest: int) -> list[int]:
-    """Return value/2, value/4, ..., of which the last is ``smallest``; empty if ``value`` is None or not larger."""
+    """Return value/2, value/4, ..., of which the last is ``smallest``; empty if ``value`` is None or not larger than
+    ``smallest``."""
     halves = []
     while value is not None and value > smallest:
         value = max(smallest, value // 2)

@@ -16,11 +16,12 @@ from qerl_pl.policy.recompute import Recompute, Setting, ladder
 
 GIB = 2**30
 USUAL_MICRO_BATCH, LARGEST_MICRO_BATCH = 16384, 32768
-"""Tokens of a micro-batch: of a 7B or a larger model, which trains hardly faster with more, and of the smallest."""
+"""Tokens of a micro-batch if memory suffices: first for 7B and larger models, which train hardly faster with more,
+second for the smallest models."""
 BLOCK_WORK = 1.5e12
-"""Tokens of a micro-batch times parameters of a decoder block. With fewer tokens, the host launches a block's kernels
-more slowly than the GPU computes them: on an H200 machine, it took about 5 ms for the forward pass of a block, in which
-the GPU computes 16384 tokens of a 3B's block."""
+"""Product of the tokens of a micro-batch and the parameters of a decoder block. If it is smaller than this, the host
+launches a block's kernels more slowly than the GPU computes them: on an H200 machine, it took about 5 ms for the
+forward pass of a block, in which the GPU computes 16384 tokens of a 3B's block."""
 AMPLE = 0.85
 """Share of a GPU's memory in which a run must fit for its KV cache to stay allocated during training."""
 HEADROOM = 0.04
@@ -30,8 +31,8 @@ STEP = 256
 longest prompt and completion together."""
 
 LARGE_STEP = 4096
-"""The same distance above ``USUAL_MICRO_BATCH``. It is so large that small changes of the free memory seldom change the
-size of a micro-batch, and with it the last bits of gradients."""
+"""Distance, in tokens, between the sizes above ``USUAL_MICRO_BATCH`` that are tried. It is so large that small changes
+of the free memory seldom change the size of a micro-batch, and with it the last bits of gradients."""
 
 # The constants were measured with a 7B model on one H200 (NVFP4, LoRA of rank 32, packed rows): times of passes are
 # within 1 % of (tokens + OVERHEAD) * (1 + share) times a constant, from 4096 to 16384 tokens. The overhead, the time of
@@ -73,7 +74,8 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 def _fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
-    """Choose open settings as ``fitted`` does, with the given number of sequences of CUDA graphs."""
+    """Choose the settings that the user has left open by the rules that ``fitted`` describes, except the number of
+    sequences up to which decoding steps run as CUDA graphs, which ``run`` has."""
     offered = checkpointing_options(shape, run, gpu_bytes)
     fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
     chosen = min(fitting, key=lambda option: option.time, default=offered[-1])
@@ -92,8 +94,10 @@ def _fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 
 def _with_spare_memory(shape: ModelShape, run: RunMemory, gpu_bytes: int, *, are_tokens_open: bool) -> Plan:
-    """Plan a run whose settings are all given. If it has memory to spare, its KV cache stays allocated during training
-    and, if ``are_tokens_open``, its micro-batches become as large as ``usual_micro_batch`` or as fits."""
+    """Plan a run for which micro-batch size, gradient checkpointing and KV cache size are already chosen. If the run
+    with a KV cache that stays allocated during training would fit in the share ``AMPLE`` of the GPU's memory, the cache
+    stays allocated. If, in addition, the user has left the micro-batch size open (``are_tokens_open``), micro-batches
+    get ``usual_micro_batch`` tokens, or as many as fit in this share if those are fewer."""
     engine, limit = run.engine, int(AMPLE * gpu_bytes)
     if engine is None or engine.sleep_level > 0:
         return plan(shape, run)
@@ -134,8 +138,9 @@ class Option(NamedTuple):
 
 
 def checkpointing_options(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Option]:
-    """List the levels of gradient checkpointing from which the memory plan chooses, or the one that the user's settings
-    name, whether they fit the GPU or not, starting with the one that needs the most memory."""
+    """List the levels of gradient checkpointing from which the memory plan chooses, starting with the one that needs
+    the most memory; if the user's settings name a level, it is the only one. Levels with which the run does not fit the
+    GPU are listed too."""
     engine = run.engine and replace(run.engine, kv_cache_bytes=0)
     setting = run.recompute(shape.num_layers)
     options = []

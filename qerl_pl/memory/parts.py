@@ -21,10 +21,11 @@ from qerl_pl.policy.recompute import Recompute
 CONTEXT = 1 * 2**30
 """Bytes of the CUDA context, loaded kernels and workspaces of libraries."""
 GRAPHS_PER_LAYER = 20 * 2**20
-"""Bytes that vLLM's CUDA graphs take per decoder block. With speculative decoding, they take this once for each number
-of drafted tokens for which vLLM captures graphs."""
+"""Bytes that vLLM's CUDA graphs take per decoder block. With speculative decoding, vLLM captures one more set of
+graphs, which takes as much, for each possible number of drafted tokens."""
 GRAPHS_PER_COUNT = 1 * 2**20
-"""Bytes of the further CUDA graphs of decoding steps (``hopper/decoding_graphs.py``) for one number of sequences."""
+"""Bytes of the CUDA graph of a whole decoding step (``hopper/decoding_graphs.py``) with one given number of
+sequences."""
 FRAGMENTATION = 0.05
 """Bytes lost to fragmentation in torch's allocator, as a share of the bytes of tensors that exist only during a forward
 or backward pass."""
@@ -42,7 +43,8 @@ VOCABULARY = 64
 
 
 def adapted(shape: ModelShape, targets: Collection[str]) -> list[tuple[int, list[tuple[str, int, int]]]]:
-    """Return, for each kind of decoder block, the number of such blocks, and their linear layers in ``targets``."""
+    """Return, for each kind of decoder block, the number of such blocks, and those linear layers of such a block that
+    ``targets`` names."""
     return [(number, [linear for linear in linears if linear[0] in targets]) for number, linears in shape.linears]
 
 
@@ -73,8 +75,8 @@ def expert_factors(shape: ModelShape, itemsize: int, expert_rank: int) -> int:
 
 
 def checkpoints(shape: ModelShape, tokens: int, itemsize: int, *, how: Recompute) -> int:
-    """Return the bytes of GPU memory for the inputs [T, H] of the blocks that backward recomputes from them. If they
-    are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
+    """Return the bytes of GPU memory for the inputs [T, H] of those blocks that backward recomputes from their inputs.
+    If they are offloaded to host memory, about four of them are on the GPU at a time, in use or being copied."""
     return (min(4, how.blocks) if how.offload else how.blocks) * tokens * shape.hidden * itemsize
 
 
@@ -87,9 +89,10 @@ def experts_kept(shape: ModelShape, itemsize: int) -> int:
 
 
 def routes(shape: ModelShape, run_tokens: int, pass_tokens: int) -> int:
-    """Return the bytes of the tensors by which training uses vLLM's experts (``model.router_replay``): the indices of
-    the experts of each token and layer, and a byte for the number of experts that the trainer's router would not have
-    chosen. They exist once for all tokens of a rollout, and twice for those of a pass."""
+    """Return the bytes of the tensors with which training repeats vLLM's choice of experts (``model.router_replay``).
+    For each token and layer, they are the indices of the chosen experts, and a byte for the number of those experts
+    that the trainer's router would not have chosen. They exist once for all tokens of a rollout, and twice for those of
+    a pass."""
     return (shape.experts.route_bytes + shape.experts.layers) * (run_tokens + 2 * pass_tokens)
 
 
@@ -106,11 +109,12 @@ def block_kept(shape: ModelShape, run: RunMemory, tokens: int) -> int:
     In the compute dtype: the inputs of linear layers (two normalised inputs, the attention's output, the MLP's
     product); queries, keys and values; the MLP's gate, its activation and up's output; x A^T of each linear layer with
     an adapter; A and B. In fp32: the inputs of all norms and the attention's log-sum-exp. Fused norms keep their inputs
-    in the compute dtype and one fp32 number for each vector; fused SwiGLU keeps no activation.
+    in the compute dtype and one fp32 number for each vector; fused SwiGLU does not keep the gate's activation.
 
     Every block counts as one of the kind that keeps more, with or without attention, with experts or with a dense MLP.
-    A recurrent layer keeps the inputs and outputs of the recurrence, the gate and the gated output; and in fp32 the
-    inputs of its norm and gate. The tensors of a shared expert are added to those of the chosen experts.
+    A recurrent layer keeps, in the compute dtype, the inputs and outputs of the recurrence, the gate and the gated
+    output; and, in fp32, copies of the gate and of the input of the layer's norm. The tensors of a shared expert are
+    added to those of the chosen experts.
 
     With LoRA dropout, each linear layer with an adapter keeps, instead of its input, a copy of the input with zeros for
     dropped values, and a mask of one byte per value. Backward of attention needs its output in any case.
@@ -267,8 +271,9 @@ def engine_base(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
 
 
 def engine_pass(shape: ModelShape, run: RunMemory, engine: EngineMemory) -> int:
-    """Return the peak bytes of vLLM's largest forward pass: in an MLP with LoRA's fp32 buffers and, if vLLM dequantises
-    weights in large passes, a copy of gate and up; or in sampling, with two fp32 copies of the logits."""
+    """Return the peak bytes of vLLM's largest forward pass, the larger of two moments: an MLP, with LoRA's fp32 buffers
+    and, if vLLM dequantises weights in large passes, dequantised weights of gate and up; and sampling, with two fp32
+    copies of the logits."""
     itemsize, tokens = engine.itemsize(run.itemsize), engine.batched_tokens
     mlp = tokens * (itemsize * 3 * (shape.inner + shape.hidden) + 3 * 4 * slot_rank(run.rank))
     if engine.dequantises and itemsize == 2 and shape.fitting_bytes:  # only an NVFP4 base has linears that fit
@@ -286,11 +291,12 @@ def expert_workspace(shape: ModelShape, itemsize: int, *, batched_tokens: int) -
 
 
 def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int:
-    """Return the bytes that vLLM keeps even while it sleeps: the model's CUDA graphs; those of decoding steps of up to
-    ``graph_sequences`` sequences, with two fp32 copies of the logits of that many sequences (models with recurrent
-    layers have none); and, for each sequence, an int32 and a bit per token of the vocabulary for repetition penalties.
-    With speculative decoding, vLLM also has a set of graphs for each number of drafted tokens, logits for each of
-    these, and the tokens of all sequences, up to ``length`` int32 each, in which it looks for drafts.
+    """Return the bytes that vLLM keeps even while it sleeps: the model's CUDA graphs; those of whole decoding steps of
+    up to ``graph_sequences`` sequences, with two fp32 copies of the logits of that many sequences (models with
+    recurrent layers have no such graphs); and, for each sequence, an int32 and a bit per token of the vocabulary for
+    repetition penalties. With speculative decoding, vLLM also has a set of graphs for each number of drafted tokens,
+    logits for each of these, and the tokens of all sequences, up to ``length`` int32 each, in which it looks for
+    drafts.
     """
     num_seqs = engine.max_num_seqs
     counts = num_seqs * (4 * shape.vocabulary + shape.vocabulary // 8)

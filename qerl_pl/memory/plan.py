@@ -89,7 +89,8 @@ class Plan:
 
 
 def plan(shape: ModelShape, run: RunMemory) -> Plan:
-    """Predict the GPU memory of a run whose memory settings are all given (``fitting.fitted`` chooses open ones)."""
+    """Predict the GPU memory of a run whose memory settings all have values; ``fitting.fitted`` chooses those that the
+    user has left open."""
     assert run.micro_batch_tokens is not None, "choose micro_batch_tokens first"
     sizes = {"CUDA, libraries": _at(parts.CONTEXT, *MOMENTS), "base": _at(shape.base_bytes, *MOMENTS)}
     sizes |= _adapter(shape, run)
@@ -166,7 +167,8 @@ def _transformers(shape: ModelShape, run: RunMemory) -> dict[str, dict[str, int]
 
 
 def _teacher(run: RunMemory, tokens: int) -> dict[str, dict[str, int]]:
-    """Predict the memory of a teacher: weights, forward passes and, for a divergence over the vocabulary, states."""
+    """Predict the memory of a teacher: its weights, its forward passes and, for a divergence over the whole vocabulary,
+    its hidden states and the chunks of logits."""
     if (teacher := run.teacher) is None:
         return {}
     shape, on_gpu = teacher.shape, teacher.keep != "host"

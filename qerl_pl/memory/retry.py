@@ -16,8 +16,8 @@ LESS_TOKENS = "lower model.sampling.max_tokens"
 
 
 class MicroBatchBudget:
-    """Limit on the tokens of one training pass. When a pass runs out of GPU memory, no cache can be freed and no more
-    activations can be recomputed, the limit is halved; it is never raised again."""
+    """Limit on the tokens of one training pass. When a pass runs out of GPU memory although the engine's KV cache is
+    freed and gradient checkpointing has reached its highest level, the limit is halved; it is never raised again."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens

@@ -15,17 +15,17 @@ from qerl_pl.policy.recompute import Recompute, Setting, recompute_of
 DEFAULT_BATCHED_TOKENS = 8192
 """Default limit on the tokens of one forward pass of vLLM on a GPU: enough to keep the GPU busy."""
 GRAPH_SEQUENCES, FEW_GRAPH_SEQUENCES = 512, 64
-"""Largest numbers of sequences for which vLLM's decoding steps run entirely as CUDA graphs, which keep memory for the
-logits: usually, the largest number for which vLLM itself captures graphs of the decoder blocks, and where memory is
-short. Where the host launches kernels one by one, it takes longer for a step than the GPU: with a 7B in steps of up to
-64 sequences, with a 0.5B also in steps of 256."""
+"""Largest numbers of sequences for which vLLM's decoding steps run entirely as CUDA graphs. The first is the usual one,
+up to which vLLM itself captures graphs of the decoder blocks. The second is for GPUs on which memory is short, because
+these graphs keep memory for the logits. Without such graphs, the host takes longer to launch the kernels of a step than
+the GPU to compute them: with a 7B in steps of up to 64 sequences, with a 0.5B also in steps of 256."""
 DRAFTS_BY_SEQUENCES = ((4, 7), (16, 3), (64, 1))
 """Pairs (S, D) for speculative decoding, in ascending order of S: a decoding step of at most S sequences verifies D
-drafted tokens per sequence. The first pair that fits counts. No tokens are drafted with more sequences, and none in
-steps that would have too many tokens with them to run as a CUDA graph."""
+drafted tokens per sequence. The first pair whose S is large enough counts. No tokens are drafted if there are more
+sequences than the last S, or if the drafted tokens would make the step too large for a CUDA graph."""
 CHECKED_TOKENS = 6144
-"""Largest number of tokens of a pass in which the trainer checks completions while the engine is awake, so that it
-takes less memory than the engine's own passes."""
+"""Limit on the tokens of a pass in which the trainer checks completions while the engine is awake; a longer row gets a
+pass by itself. It is so low that such a pass takes less memory than the engine's own passes."""
 
 
 @dataclass(frozen=True)

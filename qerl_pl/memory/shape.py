@@ -113,8 +113,9 @@ class ModelShape:
     """Bytes of vLLM's 4-bit weights that this project's NVFP4 kernels can read from the trainer's memory, so that vLLM
     needs no copy; included in ``engine_packed_bytes``."""
     unfit: tuple[str, ...]
-    """The NVFP4 linear layers of a block that this project's kernels do not support, as vLLM fuses them, each once,
-    with its size N x K, e.g. ``o_proj (896 x 1000)``. vLLM has its own copy of these layers."""
+    """NVFP4 linear layers of the decoder blocks, some of them fused by vLLM, that this project's kernels do not
+    support: name and size N x K, e.g. ``o_proj (896 x 1000)``, listed once for all blocks. For these layers, vLLM has
+    its own copy of the weights."""
     embedding_bytes: int
     """Bytes of the input embedding and, unless the two are tied, of the head."""
     other_bytes: int
@@ -142,7 +143,7 @@ class ModelShape:
 
 def config_shape(config: PretrainedConfig, fmt: Format | None, dtype: torch.dtype) -> ModelShape:
     """Compute the dimensions of a model from its configuration, if all linear layers but the language-model head have
-    the 4-bit format ``fmt`` (None: dense), and all other weights ``dtype``."""
+    the 4-bit format ``fmt`` (None: they are dense), and all other weights have the dtype ``dtype``."""
     return _shape(empty_model(config, dtype), fmt, lambda name: not FAMILIES[config.model_type].stays_dense(name))
 
 
