@@ -1,9 +1,9 @@
 """Write and load checkpoints (adapter and training state). If the program crashes while it writes one, earlier
 checkpoints stay complete.
 
-A file ends with a checksum of all its bytes, the SHA-256 of the zip file that torch writes, which readers of zip files
-ignore. The zip itself has a checksum for each entry but none for its directory of entries, in which one flipped bit can
-make torch load uninitialised memory.
+A checkpoint file is the zip file that torch writes, followed by the SHA-256 checksum of all its bytes; readers of zip
+files ignore what follows the zip. The zip itself has a checksum for each entry but none for its directory of entries,
+in which one flipped bit can make torch load uninitialised memory.
 """
 
 import hashlib
@@ -43,7 +43,8 @@ FILES = {
     "base": f" (digests of config.json and weights: {MOVED}",
     "end_tokens": f" (in generation_config.json, config.json and the tokenizer's files: {MOVED}",
 }
-"""Hints of error messages, by the entry of a run's identity that was read from files of the base."""
+"""Hints for error messages about those entries of a run's identity that are read from files of the base, by the entry's
+name."""
 BLOCK, ALIGNMENT = 2**26, 64  # bytes: host memory that is allocated at once, and alignment of each tensor's copy in it
 
 
@@ -55,7 +56,8 @@ class Damaged(Exception):
 class SafeCheckpointIO(TorchCheckpointIO):
     """Lightning plugin that writes checkpoint files atomically and verifies their checksum when it reads them. If
     ``last.ckpt`` is damaged, ``previous.ckpt`` is loaded. A large checkpoint (1 GB for an adapter of rank 32 on a 7B
-    model with Adam) can be written by a background thread from a copy in host memory, which is reused for the next one.
+    model with Adam) can be written by a background thread from a copy in host memory; the next checkpoint is copied to
+    the same memory.
     """
 
     def __init__(self) -> None:
@@ -94,8 +96,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
             writing.result()
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename ``source`` to ``target``, replacing an existing file, whose blocks the file system frees later, which
-        takes 0.2 seconds for 1 GB."""
+        """Rename ``source`` to ``target``, replacing an existing file. The background thread lets the file system free
+        the disk blocks of the replaced file, which takes 0.2 seconds for 1 GB."""
         # Holding the overwritten file open delays the freeing of its blocks until the background thread closes it.
         old = target.open("rb") if target.exists() else None
         os.replace(source, target)
@@ -118,8 +120,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return self._thread.submit(function, *args)
 
     def _copy(self, checkpoint: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the checkpoint with copies of its ``tensors`` in host memory. Copies of equal shapes, dtypes and
-        devices overwrite the previous ones, so the previous checkpoint must already be on disk."""
+        """Return the checkpoint with copies of its ``tensors`` in host memory. If the tensors have the shapes, dtypes
+        and devices of those in the previous call, their copies overwrite the previous copies, so the previous
+        checkpoint must already be on disk."""
         kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
         if kinds != self._kinds:
             self._host = []  # frees it
@@ -294,9 +297,9 @@ def lora_settings(identity: Mapping[str, Any]) -> LoraSettings:
 
 
 def adapter_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the adapter's tensors in a checkpoint. Raises ValueError if a tensor is not fp32, or if a linear layer
-    lacks one of its LoRA matrices A [r, K] and B [N, r], of the rank r in the run's settings (for stacked experts, a
-    multiple).
+    """Return the adapter's tensors in a checkpoint. Raises ValueError if a tensor is not fp32, if a linear layer has
+    only one of its LoRA matrices A [r, K] and B [N, r], or if r is not the rank in the run's settings (for the stacked
+    matrices of experts, a multiple of it).
     """
     adapter, identity = checkpoint.get("state_dict"), identity_of(checkpoint)
     if not isinstance(adapter, dict) or not adapter:
@@ -364,9 +367,10 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
 
 
 def tokens_as_before(before: int, now: int) -> int:
-    """Choose the limit on the tokens of a training pass in a resumed run: ``before``, as before the interruption, or
-    ``now``, for which there is memory, if that is less. In other micro-batches sums would be rounded in another way, so
-    the resumed run would not equal one that was never interrupted; if the limit is lower, there is a warning."""
+    """Choose the limit on the tokens of a training pass in a resumed run: ``before``, the limit before the
+    interruption, or ``now``, the limit for which there is memory now, whichever is smaller. In other micro-batches sums
+    would be rounded in another way, so the resumed run would not equal one that was never interrupted; if the limit is
+    lower, there is a warning."""
     if before > now:
         rank_zero_warn(
             f"there is memory for {now} tokens in a pass, and before the interruption a pass had up to {before}: the "

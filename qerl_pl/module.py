@@ -112,8 +112,9 @@ class QeRLModule(LightningModule):
         """Records of the last evaluation, one per completion of all ranks, in the order of the problems."""
         self._engine_runs = False
         self.built: str | None = None
-        """Settings of engine and rewards as text, which the command line sets. If set, an interrupted evaluation that
-        is started again skips the batches that were finished."""
+        """Text of the settings of engine and rewards. The program's command line stores it here, so that an interrupted
+        evaluation, when it is started again with equal settings, skips the batches that were finished. If it is None,
+        as in a user's own script, nothing is skipped."""
 
     @property
     def is_rewarded(self) -> bool:
@@ -140,8 +141,8 @@ class QeRLModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Called by Lightning before training or evaluation: check the settings, and that the rewards can read the
-        answers; plan GPU memory; create the rollout loop. Raises ValueError if settings of Lightning's Trainer
-        contradict each other or the settings under ``model``."""
+        answers of training problems; plan GPU memory; create the rollout loop. Raises ValueError if settings of
+        Lightning's Trainer contradict each other or the settings under ``model``."""
         if self.trainer.precision != "32-true":
             raise ValueError(
                 f"trainer.precision is {self.trainer.precision!r}; expected 32-true: other modes cast quantised scales "
@@ -180,8 +181,9 @@ class QeRLModule(LightningModule):
         )
 
     def checked_teacher(self) -> str | None:
-        """Return the teacher's checkpoint folder; None without a teacher. Raises ValueError if it cannot be used, or is
-        the policy's own base and nothing else would train the policy."""
+        """Return the teacher's checkpoint folder; None without a teacher. Raises ValueError if the teacher cannot be
+        used, or if it is the policy's own base, which teaches the policy nothing, and neither a reward nor an entropy
+        term trains the policy."""
         if self.settings.is_own_teacher and not (self.is_rewarded or self.objective.entropy_coefficient):
             raise ValueError(
                 f"model.teacher is the policy's own base, {self.settings.folder}, and no reward has a weight: nothing "
@@ -236,7 +238,8 @@ class QeRLModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Set the optimizer's settings, such as betas, to the configuration's; loading a checkpoint replaced them."""
+        """Set the optimizer's settings, such as betas, to those in the configuration again, if loading a checkpoint has
+        replaced them."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer)
         assert isinstance(scheduler, LambdaLR)
@@ -387,7 +390,7 @@ class QeRLModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the adapter of a checkpoint. Raises ValueError if its base, seed, adapter settings or, in training, end
-        tokens differ from this run's."""
+        tokens or number of optimizer steps per rollout differ from this run's."""
         fits = self.trainer.state.fn == TrainerFn.FITTING
         current = self._identity | (self._rollout_identity if fits else {})
         # checkpoints of earlier versions have no end tokens
@@ -405,7 +408,8 @@ class QeRLModule(LightningModule):
         checkpoint["state_dict"] = {}
 
     def start_engine(self) -> None:
-        """Start the rollout engine, if it is not running, and tell the loop the policy's end tokens and experts."""
+        """Start the rollout engine, if it is not running, and tell the rollout loop the policy's end tokens and, if
+        training uses the experts that the engine chose, their numbers."""
         with nullcontext() if self._engine_runs else phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
         self._engine_runs = True

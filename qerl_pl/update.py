@@ -37,8 +37,8 @@ class UpdateReport:
     """The rollout's tensors on the policy's device. If the objective subtracts the KL from the reward (``kl_in:
     reward``), this penalty is already subtracted from the advantages."""
     with_gradient: Tensor
-    """[B] bool, True for rows that had a backward pass: those in the loss whose advantage is not 0, or all of them if
-    the loss has a KL, entropy or teacher term."""
+    """[B] bool, True for rows that had a backward pass: those in the loss whose advantage is not 0, or all rows in the
+    loss if it has a KL, entropy or teacher term."""
     micro_batch_tokens: int
     """Limit on the tokens per pass at the end of the update: the given one, or less if GPU memory ran out."""
 
