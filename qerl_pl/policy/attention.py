@@ -152,8 +152,9 @@ def shared_attention(
     """Compute causal attention of T packed tokens of a sequence that holds each prompt once for all its completions. A
     completion's tokens attend to its prompt and to the completion's earlier tokens. Returns [T, heads, D].
 
-    Arguments are as in ``packed_attention`` and ``packing.Packed``. FlashAttention 2 is used on a GPU in 16 bits,
-    ``shared_attention_reference`` otherwise.
+    ``query``, ``key``, ``value`` and ``scale`` are those of ``packed_attention``; ``starts``, ``longest`` and
+    ``shared`` say where prompts and completions begin and end (fields of ``packing.Packed``). FlashAttention 2 is used
+    on a GPU in 16 bits, ``shared_attention_reference`` otherwise.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _SharedAttention.apply(query, key, value, starts, longest, shared, scale)

@@ -84,7 +84,8 @@ def grouped(lengths: Sequence[int]) -> list[list[int]]:
 
 def use_packed_delta_nets(model: PreTrainedModel) -> None:
     """Make the gated delta nets of a transformers model accept packed rows, whose boundaries, [B + 1] int32 for B rows,
-    are passed to the model's forward as ``cu_seq_lens_q``. Without these, they compute what transformers computes."""
+    are passed to the model's forward as ``cu_seq_lens_q``. Without the boundaries, the layers compute what they compute
+    in transformers."""
     groups = Groups()
     for module in model.modules():
         known: Any = module

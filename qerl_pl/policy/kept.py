@@ -93,8 +93,9 @@ def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 class _Run:
-    """Context manager in which a decoder block is computed, in forward or again in backward; within it, ``active``
-    returns ``kept``. torch may enter one object several times."""
+    """Context manager in which torch.utils.checkpoint computes a decoder block, in forward or again in backward. Within
+    it, ``active`` returns the object with the block's stored results. torch may enter one such context several times,
+    one after the other."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

@@ -38,7 +38,8 @@ class Head(NamedTuple):
     temperature: float
     """Divisor of the logits: the sampling temperature times the number by which the model itself divides its logits."""
     logit_cap: float | None = None
-    """Soft cap c of the model's logits: logits l become c tanh(l / c) before they are divided; None: none."""
+    """Soft cap c of the model's logits: logits l become c tanh(l / c) before they are divided by the temperature; None:
+    no cap."""
 
 
 def head_of(model: Any, family: Family, temperature: float) -> Head:
@@ -70,7 +71,7 @@ def token_logprobs(
         hidden: [T, H] of any floating dtype, the hidden states from which the targets are predicted.
         weight: [V, H] of the same dtype, the output embedding, frozen.
         targets: [T] int64 in [0, V).
-        temperature, logit_cap: as in ``Head``.
+        temperature, logit_cap: divisor of the logits, and soft cap that is applied before the division (None: no cap).
         slope_in_forward: if ``hidden`` requires a gradient, compute the gradient of the log-probabilities in forward
             and not in backward; None means True on a GPU and False elsewhere.
         chunk_bytes: bytes of one chunk's fp32 logits. For bf16 inputs, CUDA needs half of ``chunk_bytes`` in addition;
@@ -157,8 +158,9 @@ def logit_gradient_reference(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute the gradient of the loss, [R, V] in ``dtype``, with respect to ``logits``. ``d_logprobs`` and
-    ``d_entropy`` [R] are its gradients with respect to the log-probabilities of ``targets`` and to the entropies (None:
-    not needed); ``entropy`` and ``log_partition`` [R] are results of ``statistics_reference``."""
+    ``d_entropy`` [R] are the loss's gradients with respect to the log-probabilities of ``targets`` and to the
+    entropies; ``d_entropy`` is None if the loss does not depend on the entropies. ``entropy`` and ``log_partition`` [R]
+    are results of ``statistics_reference``."""
     log_p = (logits / temperature).sub_(log_partition.unsqueeze(1))  # [R, V]
     p = log_p.exp()
     weight = d_logprobs.unsqueeze(1)

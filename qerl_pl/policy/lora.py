@@ -30,11 +30,12 @@ class LoraSettings:
         dropout: dropout on the adapter's input while training. Above 0, training takes more memory, and the trainer's
             log-probabilities differ from those that the engine samples with, because the engine has no dropout.
         targets: names of the linear layers that get an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj
-            and down_proj; null: all, or those of ``start``. Phi-3 and Phi-4 store q_proj, k_proj and v_proj as one
-            linear layer, qkv_proj; naming all three means qkv_proj, and naming gate_proj and up_proj means
-            gate_up_proj. In a mixture-of-experts model, gate_proj, up_proj and down_proj together mean the linear
+            and down_proj; null: those of ``start``, or all without ``start``. Phi-3 and Phi-4 store q_proj, k_proj and
+            v_proj as one linear layer, qkv_proj; naming all three means qkv_proj, and naming gate_proj and up_proj
+            means gate_up_proj. In a mixture-of-experts model, gate_proj, up_proj and down_proj together mean the linear
             layers of all experts; MLPs of blocks without experts stay frozen there.
-        rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: false, or as in ``start``.
+        rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732); null: the setting of ``start``, or false without
+            ``start``.
         train_norms: also train the weights of two norms of every block (as QeRL's published code does, unlike its
             paper).
         expert_rank: rank of the adapters on the experts of a mixture-of-experts model. Their B A is multiplied by the

@@ -63,8 +63,8 @@ class Packed:
     longest: int
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
-    """Boundaries of prompts and completions if the sequence holds each prompt once, so that ``starts`` and ``longest``
-    describe these, without empty ones, instead of rows; else None."""
+    """Boundaries of prompts and completions if the sequence holds each prompt only once; ``starts`` and ``longest``
+    then describe prompts and non-empty completions instead of rows. None if it holds whole rows."""
 
 
 class Layout(NamedTuple):

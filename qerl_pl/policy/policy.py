@@ -45,8 +45,9 @@ class TokenStats(NamedTuple):
     entropy: Tensor
     """[B, S] fp32 in nats, entropy of the distribution of the token given the previous tokens."""
     others: Tensor | None = None
-    """[B, S, L] uint8, None without ``routes``: how many of the prescribed experts the router would not have chosen, in
-    each of L mixture-of-experts layers, or ``UNSEEN`` for tokens that were not computed."""
+    """[B, S, L] uint8: how many of the experts that the caller prescribed (``routes``) the router would not have
+    chosen, in each of L mixture-of-experts layers, or ``UNSEEN`` for tokens that were not computed. None if the routers
+    chose."""
     divergence: Tensor | None = None
     """[B, S] fp32 in nats, divergence from the teacher's distribution; None: no teacher was given."""
     agrees: Tensor | None = None
@@ -293,9 +294,10 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute, for each of the N masked tokens in row-major order, what the tests of rollouts need.
 
-        ``tokens``, ``mask``, ``temperature`` and ``routes`` are as in ``token_stats``; ``end_tokens`` are the tokens
-        that end a completion. ``seeds`` [B] int64 are the seeds of the requests with which vLLM sampled the rows on a
-        GPU, from which its noise is computed (``margins.keyed_noise``); None for other engines.
+        ``tokens``, ``mask``, ``temperature`` and ``routes`` (rows, tokens to select, sampling temperature, experts to
+        use) are arguments of ``token_stats`` too; ``end_tokens`` are the tokens that end a completion. ``seeds`` [B]
+        int64 are the seeds of the requests with which vLLM sampled the rows on a GPU, from which its noise is computed
+        (``margins.keyed_noise``); None for other engines.
 
         Returns:
             Log-probabilities under the policy and under K other ways of sampling, [N, 1 + K] in nats
@@ -356,7 +358,8 @@ def check_same_tensors(adapter: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 def load_policy(base: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", **settings: Any) -> Policy:
     """Load the base model in the checkpoint folder ``base``, dense or 4-bit, and add a new LoRA adapter. The other
-    arguments are those of ``make_policy``. Raises ValueError as it does, and if the folder holds no supported model."""
+    arguments are those of ``make_policy``. Raises ValueError if the folder holds no supported model, or if
+    ``make_policy`` raises it."""
     return make_policy(load_base(base, dtype=dtype, device=device), base=base, dtype=dtype, **settings)
 
 

@@ -39,7 +39,7 @@ class Recompute:
     that needs less memory compares as greater."""
 
     selective: bool = False
-    """Whether element-wise operations are recomputed in the other blocks."""
+    """Whether element-wise operations are recomputed in those blocks that are not recomputed from their inputs."""
     blocks: int = 0
     """Number n of the model's first blocks that are recomputed from their inputs."""
     offload: bool = False

@@ -29,8 +29,8 @@ WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "eva_config", "loftq_config", "corda_config"),
     *("megatron_config", "megatron_core", "ensure_weight_tying", "lora_ga_config"),
 )
-"""Fields of adapter_config.json that do not change what a trained adapter computes. Which linear layers it adapts is
-known from the names of its tensors."""
+"""Fields of adapter_config.json that do not change what a trained adapter computes. Which linear layers an adapter
+adapts is read from the names of its tensors."""
 OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Values of PEFT's ``init_lora_weights`` with which PEFT changes the base's weights. Such an adapter works only with
 the changed base, so it is refused."""
@@ -174,8 +174,8 @@ def _expert_rank(config: Mapping[str, Any], where: str) -> int:
 
 
 def _whole_name(parameter: str) -> str:
-    """Return the name in ``PARAMETERS`` of the experts' weights that PEFT finds by a given name, which may be a whole
-    name or its last components, such as down_proj; or the given name if there is none."""
+    """Return the name in ``PARAMETERS`` (of weights of experts) that equals ``parameter`` or ends with its components,
+    such as down_proj, since PEFT accepts both; return ``parameter`` itself if there is no such name."""
     return next((name for name in PARAMETERS if f".{name}".endswith(f".{parameter}")), parameter)
 
 

@@ -56,7 +56,8 @@ class Teacher:
     @torch.no_grad()
     def score(self, tokens: Tensor, mask: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Compute the log-probabilities of the tokens that a mask selects, and the hidden states from which they are
-        predicted, inside the context ``ready``. Raises ValueError if a token has no embedding in this model.
+        predicted. It must be called inside the context ``ready``. Raises ValueError if a token has no embedding in this
+        model.
 
         Args:
             tokens: [B, S] int64, right-padded with any valid token.
