@@ -1,5 +1,5 @@
-"""Compute metrics of the policy updates on one rollout, over the rows of all ranks, as scalars by name; those for which
-no rank has a token or row are left out."""
+"""Compute metrics of the policy updates on one rollout, over the rows of all ranks, as scalars by name. A metric is
+left out if no rank has a token or row that counts in it."""
 
 from collections.abc import Mapping
 
@@ -22,8 +22,8 @@ PER_TOKEN = {
     "teacher/agreement": "agrees",
 }
 OF_ALL_TOKENS = {"reference": ("policy/kl_ref",), "teacher": ("teacher/divergence", "teacher/agreement")}
-"""Metrics that are averaged over all tokens in the loss, by the other model that they compare the policy with. The
-others in ``PER_TOKEN`` are averaged over the tokens that have a policy loss."""
+"""Metrics that are averaged over all tokens in the loss; the key is the model, reference or teacher, with which they
+compare the policy. All other metrics in ``PER_TOKEN`` are averaged over the tokens that have a policy loss."""
 
 
 def update_metrics(
@@ -55,8 +55,8 @@ def update_metrics(
 
 
 def correction_metrics(batch: Batch, objective: ResolvedObjective) -> dict[str, Tensor]:
-    """Return metrics [] of the importance weights; empty if the objective has neither these nor rejection, or if no
-    rank has a weight."""
+    """Return metrics [] of the importance weights; empty if the objective has neither importance weights nor rejection,
+    or if no rank has a token in the loss."""
     if not objective.corrects:
         return {}
     experience = batch.experience

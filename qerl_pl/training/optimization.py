@@ -18,8 +18,8 @@ Schedule = Literal["constant_with_warmup", "linear", "cosine"]
 
 def make_optimizer(build: Callable[[list[dict[str, Any]]], Optimizer], parameters: Iterable[Tensor]) -> Optimizer:
     """Build the optimizer by calling ``build``, with the parameters split into groups by ``parameter_groups``. Raises
-    ValueError if it refuses its settings, such as a negative learning rate, or if a trial step on a small matrix fails,
-    is not finite, or goes along the gradient instead of against it.
+    ValueError if the optimizer refuses its settings, such as a negative learning rate, or if its trial step on a small
+    matrix fails, is not finite, or goes along the gradient instead of against it.
     """
     groups = parameter_groups(parameters)
     try:
@@ -61,8 +61,8 @@ def parameter_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if a checkpoint's optimizer states (``saved``, one or none) have groups with other numbers of
-    parameters than ``groups``, those of this run's optimizer."""
+    """Raise ValueError if the optimizer state of a checkpoint (``saved``, a list of one state, or empty) has groups
+    with other numbers of parameters than ``groups``, those of this run's optimizer."""
     for state in saved:
         had = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in groups]

@@ -68,11 +68,12 @@ class TeacherScores(NamedTuple):
     places: Tensor
     """[B, S] int64, for each sampled token its row in ``states.hidden``."""
     states: TeacherStates | None
-    """Hidden states at all sampled tokens; None if only log-probabilities are needed."""
+    """Hidden states from which the sampled tokens are predicted; None if only log-probabilities are needed."""
 
     def states_at(self, part: Part, sampled: Tensor) -> TeacherStates | None:
-        """Return the teacher's hidden states at the tokens of a micro-batch at which ``sampled`` [R, width] bool is
-        True; None if they were not stored."""
+        """Return the teacher's hidden states from which it predicts those tokens of a micro-batch at which ``sampled``
+        [R, width] bool is True, that is, the states at the positions before these tokens; None if states were not
+        stored."""
         return self.states and self.states._replace(hidden=self.states.hidden[part.read(self.places)[sampled]])
 
 

@@ -27,7 +27,8 @@ class BatchTerms:
     ``counted`` equals ``experience.mask``, unless the setting ``correction_divisor`` is "kept"; then it has only the
     tokens whose importance weight is above 0. ``kept``, whatever this setting, equals ``experience.mask``, unless
     ``top_entropy_share`` is below 1; then it has only the tokens of highest entropy. The policy loss is summed over
-    ``kept`` and divided by the number of tokens or rows in ``counted``. KL and entropy terms are means over the mask.
+    ``kept`` and divided by the number of tokens or rows in ``counted``. KL, entropy and teacher terms are averaged over
+    ``experience.mask``.
     """
 
     mini_batch: Tensor
@@ -37,7 +38,7 @@ class BatchTerms:
     counted: Tensor
     """[B, S] bool, True for tokens that count in the divisor of the policy loss."""
     divisors: Tensor
-    """[M] divisor of the KL and entropy terms of each mini-batch, averaged over the ranks."""
+    """[M] divisor of the KL, entropy and teacher terms of each mini-batch, averaged over the ranks."""
     policy_divisors: Tensor
     """[M] divisor of the policy loss of each mini-batch, averaged over the ranks."""
 
