@@ -69,8 +69,9 @@ class UserFunction:
 
     def call(self, offered: Mapping[str, Any]) -> Tensor:
         """Call the user's function with those arguments of ``offered`` that it has parameters for, and return its value
-        in the dtype of the first one, set to 0 where the mask ``scored``, if offered, is False. Raises ValueError if
-        the function fails, or its value is not a finite floating-point tensor of the first one's shape.
+        in the dtype of the first argument that ``offered`` has, set to 0 where the mask ``scored``, if offered, is
+        False. Raises ValueError if the function fails, or its value is not a finite floating-point tensor of the shape
+        of that first argument.
         """
         first = next(iter(offered.values()))
         given = ((name, offered[name]) for name in self.takes)

@@ -60,8 +60,8 @@ class Objective:
             "cispo".
         clip_high: distance of the ratio's upper bound from 1; null: 0.28 for "clipped", 4e-4 for "sequence", 4 for
             "cispo".
-        max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: none.
-            Not for "cispo", whose bounds hold for both signs.
+        max_ratio: two-sided clip: largest ratio where the advantage is negative, more than 1 + clip_high; null: no
+            bound. Not for "cispo", whose bounds hold for both signs.
         baseline: how the rewards of a group (the completions of a prompt) become advantages: the group's mean is
             subtracted ("centered"), and the difference divided by the group's std ("normalized") or by that of all
             rewards of the rollout, without groups that dynamic sampling dropped ("batch_normalized"); or the mean of
@@ -72,7 +72,8 @@ class Objective:
             included, as in Algorithm 1 of arXiv 2510.11696, whose old policy is the noisy one; the clip bounds then
             also act on the difference between trainer and sampler.
         correction: importance weights trainer / sampler: "truncate" clamps the weight to its bounds, "mask" sets it to
-            0 where it is outside of them, "none" corrects nothing. null: "truncate", unless ratio_against is "sampler".
+            0 where it is outside of them, "none" corrects nothing. null: "none" if ratio_against is "sampler", else
+            "truncate".
         correct_noise: True: the weights correct the whole difference, from kernels and noise together. False: rollouts
             with noise are not corrected at all, so the loss keeps the effect of noise. To correct the difference
             between kernels alone, every rollout would have to be scored a second time without noise
@@ -81,7 +82,7 @@ class Objective:
             sequence that is the "geometric" mean of these ratios. null: "geometric" with the "sequence" surrogate,
             whose ratio has that form, else "token".
         correction_low: lower bound of a weight, from 0 to 1.
-        correction_high: upper bound of a weight, at least 1; .inf: none.
+        correction_high: upper bound of a weight, at least 1; .inf: no bound.
         correction_divisor: the policy loss is averaged over "all" tokens or completions, including those of weight 0,
             which "mask" or rejection leaves out (IcePop's formula: this makes the optimizer step smaller), or only over
             the "kept" ones, whose weight is above 0, which costs a forward pass before the first update. KL and entropy
