@@ -11,7 +11,8 @@ MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 """Maps a linear layer that some families store as one merged matrix to the separate layers of other families."""
 INSTEAD = {"in_proj_qkv": MERGED["qkv_proj"], "in_proj_z": MERGED["qkv_proj"], "out_proj": ("o_proj",)}
 """Maps each linear layer of a gated delta net, which some blocks have in place of attention, to linear layers of
-attention. The layer of the gated delta net gets a LoRA adapter if ``model.lora.targets`` names all of these."""
+attention. The layer of the gated delta net gets a LoRA adapter if ``model.lora.targets`` names all of those layers of
+attention."""
 MLP = ("gate_proj", "up_proj", "down_proj")
 Elementwise = Literal["norms", "mlp", "attention"]
 
@@ -26,9 +27,11 @@ class Experts(NamedTuple):
     inner: str = "moe_intermediate_size"
     """Inner size of an expert."""
     normalised: str = "norm_topk_prob"
-    """Whether the weights of the chosen experts are divided by their sum; in families without this key, they are."""
+    """Whether the weights of the chosen experts are divided by their sum; in families without this key, they always
+    are."""
     shared: str | None = None
-    """Inner size of a shared expert, which computes every token; None: there is none, or ``shared_number`` says."""
+    """Inner size of a shared expert, which computes every token; None: the family has none, or gives its size by
+    ``shared_number``."""
     shared_number: str | None = None
     """Number of experts of size ``inner`` that compute every token, which are stored as one larger expert."""
     correction: str | None = None
@@ -64,8 +67,9 @@ class Family:
     """Norms of a block to whose weights adaptive quantization noise (AQN) is added in rollouts, and which are trained
     if ``train_norms`` is set."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
-    """Operations of a block that ``policy/elementwise.py`` may replace by liger-kernel's fused kernels, because they
-    compute the same function in this family: "norms", the SwiGLU of the "mlp", the rotary embeddings in "attention"."""
+    """Operations of a block that ``policy/elementwise.py`` may replace by liger-kernel's fused kernels, because the
+    kernels compute the same function as this family does: "norms", the SwiGLU of the "mlp", the rotary embeddings in
+    "attention"."""
     logit_divisor: str | None = None
     """Key in config.json of the number by which the model divides its logits; None: it does not divide them."""
     logit_cap: str | None = None
@@ -77,9 +81,10 @@ class Family:
     """Linears that stay in 16 bits and get no adapter: they are small, and errors in them would have large effects,
     because the model takes an exponential of their output, or chooses experts by it."""
     fp32: tuple[str, ...] = ()
-    """Parameters that trainer and vLLM both hold in fp32, by the last components of their names, as ``gate.weight``."""
+    """Parameters that trainer and vLLM both hold in fp32, by the last components of their names, such as
+    ``gate.weight``."""
     needed: tuple[str, ...] = ()
-    """Keys of config.json without which vLLM does not start, although transformers has values for them."""
+    """Keys of config.json without which vLLM does not start, although transformers has default values for them."""
     refused: tuple[tuple[str, str], ...] = ()
     """Keys of config.json whose values must be null, false or 0, because the feature that they enable is not supported;
     each with a description of this feature for the error message."""
@@ -89,7 +94,8 @@ class Family:
     one_window: bool = False
     """Whether vLLM supports this family only if all blocks have a sliding attention window, or none has."""
     experts: Experts | None = None
-    """Keys of config.json for mixtures; None: there are none. Dense MLPs of such a family get no adapters."""
+    """Keys of config.json that describe mixtures of experts; None: the family has none. Dense MLPs of a family with
+    mixtures get no adapters."""
 
     def stays_dense(self, linear: str) -> bool:
         """Return whether a linear layer, given by its full name, is one of ``dense``."""
@@ -105,8 +111,8 @@ class Family:
         If the family stores several layers as one merged matrix, such as q_proj, k_proj and v_proj as qkv_proj, their
         names are replaced by that of the matrix. In families with mixture-of-experts layers, gate_proj, up_proj and
         down_proj together mean the experts; they are left out of the result, which lists linear layers only. Raises
-        ValueError if only some of the layers of a merged matrix, only some of these three, or only these three are
-        named.
+        ValueError if only some of the layers of a merged matrix are named, or, in families with mixture-of-experts
+        layers, only some of gate_proj, up_proj and down_proj, or nothing else than these three.
         """
         targets = list(names)
         if self.experts is not None and set(MLP) & set(names):

@@ -27,16 +27,16 @@ WITH_VISION = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-"""Maps the ``model_type`` of supported vision-language models to the ``model_type`` of their language model. It is used
-if the language model's configuration, ``text_config`` in config.json, does not give its own ``model_type``."""
+"""Maps the ``model_type`` of supported vision-language models to the ``model_type`` of their language model. The value
+is used if the language model's configuration, ``text_config`` in config.json, does not give its own ``model_type``."""
 PREFIXES = {
     "language_model.model.": "model.",  # written by transformers 4, and found in the hub's checkpoints
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-"""Prefixes of tensor names: maps those of the language model's tensors in a checkpoint of a vision-language model to
-those in a checkpoint that has the language model alone."""
+"""Maps prefixes of the names that the language model's tensors have in a checkpoint of a vision-language model to the
+prefixes that they have in a checkpoint of the language model alone."""
 NOT_USED = "its vision part is not used"
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 """Endings of the names of files that torch writes, which are pickles."""

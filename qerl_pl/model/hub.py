@@ -55,7 +55,7 @@ def hub_folder(name: str) -> Path:
 
 def hub_answers() -> bool:
     """Return whether the hub answers within ``ANSWER_S`` seconds (asked once per process); if not, only models in the
-    local cache can be used. With ``HF_HUB_OFFLINE=1``, it is not asked and the result is False."""
+    local cache can be used. With ``HF_HUB_OFFLINE=1``, the hub is not asked and the result is False."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 

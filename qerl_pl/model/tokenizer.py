@@ -147,8 +147,8 @@ def check_text_survives(tokenizer: PreTrainedTokenizerBase, path: str | Path) ->
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, base: str) -> None:
     """Raise ValueError unless every token of the policy's tokenizer has the same text and id in the teacher's
-    tokenizer, which may have more tokens. ``base`` is the teacher's name for the message. The policy's names of unused
-    ids in GGUF files are not compared."""
+    tokenizer, which may have more tokens. ``base`` is the teacher's name for the message. Names such as [PAD151936],
+    which a policy from a GGUF file has for ids that no token uses, are not compared."""
     known = teacher.get_vocab()
     tokens = ((index, token) for token, index in tokenizer.get_vocab().items() if token != UNUSED.format(index))
     other = sorted((index, token) for index, token in tokens if known.get(token) != index)
