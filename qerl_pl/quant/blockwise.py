@@ -18,8 +18,8 @@ from qerl_pl.quant.loading import fill_computed_buffers
 
 _TOKENS = 8192  # tokens per forward pass
 PRIOR_ROWS = 256
-"""Number of tokens for which the second moment of all experts of a block (the mean of x x^T over the inputs x of a
-linear layer) counts when it is mixed into that of one expert, which few calibration tokens may reach."""
+"""Weight, as a number of tokens, with which the second moment over all experts of a block (the mean of x x^T over the
+inputs x of a linear layer) is mixed into that of a single expert, which few calibration tokens may reach."""
 
 
 class BlockStream:

@@ -23,8 +23,8 @@ class Calibration(NamedTuple):
 def read_calibration(source: str, model: Path, *, samples: int = 256, length: int = 2048) -> Calibration:
     """Tokenise a data source by the tokenizer of the folder ``model`` and return its first ``samples`` sequences of
     ``length`` tokens. ``source`` is a .txt file (one text), a .jsonl file or a data set of the Hugging Face hub (split
-    "train"), whose rows' texts (``row_text``) are joined, with an end-of-text token after each. Raises ValueError if it
-    cannot be read or has too few tokens."""
+    "train"), whose rows' texts (``row_text``) are joined, with an end-of-text token after each. Raises ValueError if
+    the source cannot be read or has too few tokens."""
     if samples < 1 or length < 1:
         raise ValueError(f"samples is {samples} and length is {length}; expected at least 1 for each")
     if not (model / "tokenizer_config.json").is_file():  # transformers would make up an empty tokenizer

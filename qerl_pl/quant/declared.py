@@ -29,7 +29,8 @@ _KNOWN = (
 
 
 def quantization_config(path: Path) -> Mapping | None:
-    """Return a folder's quantisation config, of config.json or ModelOpt's hf_quant_config.json, or None."""
+    """Return a folder's quantisation config, from config.json or ModelOpt's hf_quant_config.json; None if neither has
+    one."""
     config = read_json(path / CONFIG).get("quantization_config")
     if config is None and (path / MODELOPT_CONFIG).is_file():
         inner = read_json(path / MODELOPT_CONFIG).get("quantization", {})

@@ -284,8 +284,8 @@ def stack_experts(block: nn.Module) -> None:
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, FrozenLinear]]:
-    """Yield the name in a checkpoint, and the 4-bit linear layer, of each linear layer of each expert in stacked
-    experts."""
+    """Yield, for each 4-bit linear layer of each expert in a model whose experts are stacked, its name in a checkpoint
+    and the layer itself."""
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
             parent, _, part = name.replace(".base_layer", "").rpartition(".")

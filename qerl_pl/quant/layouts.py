@@ -22,7 +22,7 @@ from qerl_pl.quant.nvfp4 import NVFP4, scale_divisor
 @dataclass(frozen=True)
 class Part:
     """Destination of one tensor of a checkpoint when the model is loaded: the name of the module's buffer or parameter
-    that the tensor fills, and the conversion that the tensor needs before."""
+    that the tensor fills, and the conversion that is applied to the tensor first."""
 
     buffer: str
     convert: Callable[[Tensor, Sequence[int]], Tensor] = lambda tensor, _shape: tensor
@@ -41,7 +41,8 @@ class Layout:
     redundant: tuple[str, ...] = ()
     """Suffixes of tensors of a 4-bit linear layer that are not needed for reading it."""
     table: str | None = None
-    """Suffix of a tensor with the values of the 16 codes, which must be those of the format, or None."""
+    """Suffix of a tensor that stores the values of the 16 codes, which must be those of the format; None: there is no
+    such tensor."""
 
 
 def _bits(tensor: Tensor, _shape: Sequence[int]) -> Tensor:

@@ -1,5 +1,6 @@
-"""Write folders that get their final names only when they are complete: a checkpoint file by file, which a new call
-with the same settings goes on with after an interruption, and any other folder at once."""
+"""Write folders that get their final names only when they are complete. A checkpoint is written one file after the
+other, and after an interruption, a new call with the same settings writes the missing files. Other folders are written
+as a whole."""
 
 import json
 import os

@@ -129,9 +129,9 @@ def pack_file(
     CPU.
 
     ``groups`` are the linear layers of the whole model that are to be quantised; those of a group share one tensor
-    scale. ``stream`` has the hidden states of the calibration data at the input of the file's decoder block, or is
-    None. ``rank``, which needs ``stream``, is the rank of the adapter; with it, layers that stay dense get an adapter
-    whose product is 0.
+    scale. ``stream`` has the hidden states of the calibration data at the input of the file's decoder block; None
+    without such data. ``rank``, which needs ``stream``, is the rank of the adapter; with it, layers that stay dense get
+    an adapter whose product is 0.
     """
     fmt, moments, adapter = writer.fmt, {}, {}
     in_file = file.groups(groups)

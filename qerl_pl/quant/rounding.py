@@ -126,7 +126,7 @@ def round_columns(
     weight: Tensor, scale: Tensor, factor: Tensor, limits: Tensor, values: Tensor, columns: slice
 ) -> tuple[Tensor, Tensor]:
     """Round the C columns ``columns`` of a weight [N, K], one after the other, and compensate each error in those of
-    them that follow (GPTQ, arXiv 2210.17323, algorithm 1).
+    the C columns that follow (GPTQ, arXiv 2210.17323, algorithm 1).
 
     Args:
         weight: [N, K] fp32, not changed.
