@@ -35,7 +35,7 @@ class Elementwise(NamedTuple):
     multiplied by the weight; the result is [..., H] in x's dtype."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Rotary embedding of T tokens: queries [1, heads, T, D] and keys [1, key heads, T, D] are rotated by cosines and
-    sines [1, T, D]; may overwrite queries and keys."""
+    sines [1, T, D]; the function may overwrite queries and keys."""
     swiglu: Callable[[Tensor, Tensor], Tensor]
     """SwiGLU: silu(gate) * up, each [..., I]; its backward may overwrite gate and up."""
 

@@ -199,13 +199,13 @@ def repeats(seen: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, floa
 def order_evidence(values: Tensor, uniforms: Tensor) -> Tensor:
     """Test whether a property of completions, such as their length, depends on a completion's place in its group.
 
-    If completions are independent draws, all orders are equally likely. Among a value and those before it in its group,
-    n in all, let m be smaller than the value and t equal to it (itself included), and let u = (m + U t) / n, with U
-    drawn from [0, 1). Then u is uniform in [0, 1] and independent of the u of the values before it. The alternative
-    hypotheses are other densities of u in a share of groups (``SHARES``). Densities 1 + c (2 u - 1), for c of
-    ``SLOPES``, mean that later values are larger (or smaller), for example because the later half was sampled with
-    another adapter. The density k u^(k - 1), with k = ``STEEPNESS``, and its mirror image mean that the engine returns
-    completions in sorted order, for example because it selected the shortest.
+    If completions are independent draws, all orders are equally likely. Among a value and the values before it in its
+    group, n in all, let m be the number of values that are smaller and t the number of those that are equal (itself
+    included), and let u = (m + U t) / n, with U drawn from [0, 1). Then u is uniform in [0, 1] and independent of the u
+    of the values before it. The alternative hypotheses are other densities of u in a share of groups (``SHARES``).
+    Densities 1 + c (2 u - 1), for c of ``SLOPES``, mean that later values are larger (or smaller), for example because
+    the later half was sampled with another adapter. The density k u^(k - 1), with k = ``STEEPNESS``, and its mirror
+    image mean that the engine returns completions in sorted order, for example because it selected the shortest.
 
     ``values`` are [F, P, G], F properties of the G completions of each of P prompts, and ``uniforms``, U, of the same
     shape. Returns log-likelihood ratios, [len(SHARES) * (len(SLOPES) + 2) * F] fp64 in nats.

@@ -47,10 +47,10 @@ def change(now: Sequence[float], before: Sequence[float]) -> float:
 def apart(now: Sequence[float], ranges: Sequence[Sequence[float]]) -> float:
     """Return the probability that chance alone puts all values of a rollout, ``now``, above or below all values of the
     rollouts just before it. ``ranges`` has the lowest value, the highest value and the number of values of each earlier
-    rollout, oldest first. As many of the latest rollouts are compared as have only values below, or only values above,
-    those of ``now``; if there are none, the result is 1. If their N values and the n values of ``now`` are drawn from
-    one distribution, every choice of n out of the N + n values is equally likely to be ``now``, so the probability is 2
-    / binomial(N + n, n)."""
+    rollout, oldest first. ``now`` is compared with the latest rollouts only: as many as have, all together, only values
+    below or only values above those of ``now``; if there are none, the result is 1. If their N values and the n values
+    of ``now`` are drawn from one distribution, every choice of n out of the N + n values is equally likely to be
+    ``now``, so the probability is 2 / binomial(N + n, n)."""
     probability, lowest, highest, number = 1.0, math.inf, -math.inf, 0
     for low, high, count in reversed(ranges):
         lowest, highest, number = min(lowest, low), max(highest, high), number + int(count)

@@ -43,8 +43,8 @@ class Kept:
         return self._results.popleft()
 
     def whole(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the result of ``compute``, and store it, with all that its backward needs. When torch.utils.checkpoint
-        runs the block again in backward, the stored result is returned instead."""
+        """Return the result of ``compute``, store it, and let autograd keep the tensors that its backward needs. When
+        torch.utils.checkpoint runs the block again in backward, the stored result is returned instead."""
         if self.recomputing:
             return self.take()
         with saved_tensors_hooks(_same, _same):

@@ -222,7 +222,7 @@ def _accumulator(tensor: Tensor) -> torch.dtype:
 
 def rows_of_chunk(hidden: Tensor, vocabulary: int, chunk_bytes: int) -> int:
     """Return how many tokens are processed at a time, such that their logits take at most ``chunk_bytes``, but at least
-    1. More than 128 are rounded down to a multiple of 128, the tile size of the matrix product."""
+    1. A number above 128 is rounded down to a multiple of 128, the tile size of the matrix product."""
     rows = max(1, chunk_bytes // (_accumulator(hidden).itemsize * vocabulary))
     return rows - rows % 128 if rows > 128 else rows
 

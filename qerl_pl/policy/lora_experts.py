@@ -69,8 +69,8 @@ class LoraExperts(nn.Module, LoraLayer):
     def __init__(
         self, base_layer: nn.Module, config: LoraConfig, adapter: str, *, sizes: tuple[int, int, int, int], scale: float
     ) -> None:
-        """Add a LoRA adapter per expert. ``sizes`` are the numbers of experts, the rank, and the numbers of outputs and
-        inputs; B A x is multiplied by ``scale``."""
+        """Add a LoRA adapter per expert. ``sizes`` are the number of experts, the rank, and the numbers of outputs and
+        inputs of a linear layer; B A x is multiplied by ``scale``."""
         super().__init__()
         LoraLayer.__init__(self, base_layer)
         self.number, rank, self.out_features, self.in_features = sizes

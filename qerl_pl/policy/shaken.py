@@ -1,7 +1,7 @@
 """Estimate how much the results of another correct implementation of a model would differ: run the model with random
 relative errors of the size of rounding errors added (Monte Carlo arithmetic, Parker 1997).
 
-How much the results of two implementations differ that add and round in different orders depends on the model: in a
+If two implementations add and round in different orders, how much their results differ depends on the model: in a
 pretrained model, a few huge activations magnify rounding errors, which average out in a model with random weights.
 """
 

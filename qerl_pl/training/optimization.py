@@ -75,8 +75,8 @@ def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any
 
 
 def lr_factor(step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the factor of the learning rate in optimizer step ``step``, from 0. It rises linearly to 1 over
-    ``warmup_steps``. Then "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at ``total_steps``.
+    """Return the factor of the learning rate in optimizer step ``step``, counted from 0. The factor rises linearly to 1
+    over ``warmup_steps``. Then "constant_with_warmup" stays at 1; "linear" and "cosine" fall to 0 at ``total_steps``.
     """
     # The warm-up begins at 1 / warmup_steps and not at 0, because a step at rate 0 would waste a rollout.
     if step < warmup_steps:
@@ -111,10 +111,10 @@ def restore_settings(
     """Set an optimizer's settings (learning rate, betas, ...) to those of this run's configuration, after a checkpoint
     was loaded, which replaced them; log every value that differs.
 
-    ``settings`` is what ``group_settings`` returned before the loading, and ``before`` what it returned at the start
-    that wrote the checkpoint; None if that is unknown. Values that are equal in both stay as the checkpoint has them,
-    because some optimizers, such as Prodigy, keep state in their parameter groups. The scheduler must already be at the
-    checkpoint's optimizer step.
+    ``settings`` is what ``group_settings`` returned before the loading, and ``before`` what it returned in the earlier
+    process that wrote the checkpoint; None if that is unknown. Values that are equal in both stay as the checkpoint has
+    them, because some optimizers, such as Prodigy, keep state in their parameter groups. The scheduler must already be
+    at the checkpoint's optimizer step.
     """
     changed = {}
     groups = optimizer.param_groups
