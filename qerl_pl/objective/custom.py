@@ -94,8 +94,9 @@ class UserFunction:
 
 
 def user_surrogate(path: str, **bounds: float) -> Callable[..., PolicyLoss]:
-    """Import a user's surrogate loss by its path, call it once on a small example, and return a policy loss with the
-    arguments of ``losses.sequence_policy_loss``, which multiplies its values by importance weights and averages them.
+    """Import a user's surrogate loss by its path, call it once on a small example, and return a policy loss that
+    multiplies the values of this function by importance weights and averages them. The policy loss has the arguments of
+    ``losses.sequence_policy_loss``.
 
     The user's function returns the loss of each token, [B, S]. It may have any of these parameters: ``logprobs`` and
     ``old_logprobs`` [B, S] in nats, 0 outside of ``mask``; ``advantages`` [B, 1]; ``mask`` [B, S] bool, True for the
@@ -153,8 +154,8 @@ def user_advantages(path: str) -> AdvantageFunction:
     ``group_advantages``.
 
     The user's function gets ``rewards`` [P, G] fp32, 0 where ``scored`` [P, G] bool is False, and returns advantages
-    [P, G]. Those of a group should depend on this group's rewards alone: dynamic sampling replaces other groups later,
-    and each rank calls the function with only its own groups of the rollout.
+    [P, G]. The advantages of a group should depend on this group's rewards alone: dynamic sampling replaces other
+    groups later, and each rank calls the function with only its own groups of the rollout.
     """
     rewards = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 0.0]])
     small = {"rewards": rewards, "scored": torch.tensor([[True, True, True], [True, True, False]])}

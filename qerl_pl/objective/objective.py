@@ -85,8 +85,8 @@ class Objective:
         correction_high: upper bound of a weight, at least 1; .inf: no bound.
         correction_divisor: the policy loss is averaged over "all" tokens or completions, including those of weight 0,
             which "mask" or rejection leaves out (IcePop's formula: this makes the optimizer step smaller), or only over
-            the "kept" ones, whose weight is above 0, which costs a forward pass before the first update. KL and entropy
-            terms are always averaged over all.
+            the "kept" ones, whose weight is above 0, which costs a forward pass before the first update. KL, entropy
+            and teacher terms are always averaged over all.
         rejection: bounds on a completion's ratio of trainer to sampler, outside of which the whole completion is left
             out of the loss, in addition to the importance weights. This ratio is the product of the tokens' ratios with
             ``level`` "sequence", their geometric mean with "geometric". null: none.
@@ -157,10 +157,10 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     ``values`` has all settings by name.
 
     With the "constant" aggregation, the rule for advantages becomes "centered", as in Dr. GRPO, which weighs every
-    token and every prompt equally. Importance weights between sampler and trainer are on, because the two always differ
-    a little, unless the denominator of the surrogate's ratio is the sampler's probability: the ratio then contains the
-    difference. There is one weight per token or, with the "sequence" surrogate, one per completion, the geometric mean
-    over its tokens, as GSPO's ratio is. Clip bounds of a user's own surrogate stay null.
+    token and every prompt equally. Importance weights are on, because the probabilities of sampler and trainer always
+    differ a little. They are off if the denominator of the surrogate's ratio is the sampler's probability, because the
+    ratio then contains the difference. There is one weight per token or, with the "sequence" surrogate, one per
+    completion, the geometric mean over its tokens, as GSPO's ratio is. Clip bounds of a user's own surrogate stay null.
 
     Raises:
         ValueError: a setting contradicts the published objective that the setting ``preset`` names, or names neither a

@@ -19,12 +19,10 @@ class TeacherTerm:
     With p the policy's distribution of a token and q the teacher's, both at the sampling temperature:
 
     - "sampled": the gradient of KL(p || q) at the sampled tokens alone, which is that of a policy loss whose advantage
-      is log q - log p, token by token;
-    - "reverse": KL(p || q) over the whole vocabulary, of which "sampled" is an unbiased and noisy estimate;
-    - "forward": KL(q || p), which is large wherever the policy gives a low probability to a token that the teacher may
-      choose;
-    - "jensen_shannon": GKD's generalised Jensen-Shannon divergence (arXiv 2306.13649, equation 1) with ``beta``, which
-      lies between the two.
+    is log q - log p, token by token; - "reverse": KL(p || q) over the whole vocabulary, of which "sampled" is an
+    unbiased and noisy estimate; - "forward": KL(q || p), which is large wherever the policy gives a low probability to
+    a token that the teacher may choose; - "jensen_shannon": GKD's generalised Jensen-Shannon divergence (arXiv
+    2306.13649, equation 1) with the weight ``beta``, which lies between "forward" and "reverse".
 
     Args:
         coefficient: factor of this term in the loss. For comparison: advantages are about 1, and the divergence is in
