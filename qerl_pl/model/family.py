@@ -68,8 +68,8 @@ class Family:
     if ``train_norms`` is set."""
     elementwise: frozenset[Elementwise] = frozenset({"norms", "mlp", "attention"})
     """Operations of a block that ``policy/elementwise.py`` may replace by liger-kernel's fused kernels, because the
-    kernels compute the same function as this family does: "norms", the SwiGLU of the "mlp", the rotary embeddings in
-    "attention"."""
+    kernels compute the same function as this family does. The names are "norms", "mlp" (for its SwiGLU) and "attention"
+    (for its rotary embeddings)."""
     logit_divisor: str | None = None
     """Key in config.json of the number by which the model divides its logits; None: it does not divide them."""
     logit_cap: str | None = None
@@ -89,8 +89,8 @@ class Family:
     """Keys of config.json whose values must be null, false or 0, because the feature that they enable is not supported;
     each with a description of this feature for the error message."""
     partial_rotary: bool = False
-    """Whether transformers can turn only a part of each head by rotary embeddings of the usual kind, as vLLM can in all
-    families."""
+    """Whether transformers can apply rotary embeddings of the usual kind to only a part of each head. vLLM can do so in
+    all families."""
     one_window: bool = False
     """Whether vLLM supports this family only if all blocks have a sliding attention window, or none has."""
     experts: Experts | None = None

@@ -45,8 +45,8 @@ _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch
 
 class _Place(NamedTuple):
     """Location of a tensor in a checkpoint: the file and the stored tensor's name. If the stored tensor holds matrices
-    of all experts, ``expert`` has the index of the expert and the rows of its slice that make up the matrix, because
-    gate and up may be stored as one."""
+    of all experts, ``expert`` has the index of the expert and the rows of the matrix within this expert's part, which
+    may hold both gate and up."""
 
     file: str
     stored: str
@@ -155,7 +155,8 @@ def _expert_places(name: str, place: _Place, shape: list[int]) -> Iterator[tuple
 
 def model_config(path: Path) -> Mapping:
     """Read config.json of a checkpoint folder. For a vision-language model, return the config.json that its language
-    model would have if it were stored alone, including values that were left out because they are defaults."""
+    model would have if it were stored alone, including values that ``text_config`` leaves out because they are
+    defaults."""
     config = read_json(path / CONFIG)
     if not has_vision(config):
         return config

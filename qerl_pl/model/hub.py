@@ -46,7 +46,7 @@ def hub_config(name: str) -> Path:
 
 def hub_folder(name: str) -> Path:
     """Download a whole model with a progress bar, except files that are in huggingface_hub's local cache already, and
-    return its folder there. Raises ValueError, with a message of one line, if the download failed."""
+    return its folder in that cache. Raises ValueError, with a message of one line, if the download failed."""
     local = not hub_answers()
     bars = sys.stderr.isatty()  # huggingface_hub shows bars of its own there
     with nullcontext() if bars or local else phase(f"downloading {name}, where the cache here does not have it"):

@@ -62,8 +62,8 @@ def known_format(base: str) -> str | None:
 
 def known_config(base: str) -> Mapping[str, Any] | None:
     """Return the values of a model's config.json that decide how much memory it takes, from the table ``KNOWN``, given
-    the model's name or folder; None if the table does not have the model. Names are compared without parent folders,
-    case, and endings such as -Instruct and -NVFP4."""
+    the model's name or folder; None if the table does not have the model. When names are compared, parent folders,
+    case, and endings such as -Instruct and -NVFP4 are ignored."""
     name = _short(base)
     sizes = next((sizes for known, sizes in KNOWN.items() if _short(known) == name), None)
     if sizes is None:

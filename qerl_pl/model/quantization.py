@@ -10,13 +10,13 @@ Method = Literal["rtn", "gptq"]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Settings of the quantiser, as the options of ``python -m qerl_pl quantize``.
+    """Settings of the quantiser, which are also options of ``python -m qerl_pl quantize``.
 
     Args:
         format: format of the 4-bit weights: nvfp4, mxfp4 or nf4.
         method: how weights are rounded. rtn: to nearest; gptq: column by column, where later columns compensate the
-            rounding errors of earlier ones; null: gptq with calibration data, which leaves about a third of rtn's
-            divergence from the dense policy (docs/real_models.md), and rtn without.
+            rounding errors of earlier ones; null: with calibration data gptq, which leaves about a third of rtn's
+            divergence from the dense policy (docs/real_models.md), and without such data rtn.
         calibration: text on which the model's activations are measured, which gptq needs: .txt or .jsonl file, or a
             data set of the hub.
         samples: number of calibration sequences.
@@ -54,8 +54,8 @@ def method_of(method: Method | None, calibration: str | None) -> Method:
 
 def check_calibrated(calibration: str | None, samples: int, length: int, *, section: str = "--") -> None:
     """Raise ValueError if ``samples`` or ``length`` (number and tokens of calibration sequences) is not the default
-    although there are no calibration data (``calibration`` is None), because it would have no effect. The message names
-    the setting with ``section`` before it."""
+    although there are no calibration data (``calibration`` is None), because the setting would have no effect. The
+    message names the setting with ``section`` before it."""
     for name, value in (("samples", samples), ("length", length)) if calibration is None else ():
         if value != getattr(Quantization, name):
             raise ValueError(

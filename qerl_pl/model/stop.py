@@ -40,7 +40,7 @@ def check_stop(stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
 
 class StopStrings(StoppingCriteria):
     """Stopping criterion for transformers' ``generate`` that ends a row when its completion, special tokens included,
-    has a string of ``stop``. ``prompts`` are the token ids of each row's prompt, without padding."""
+    contains one of the strings in ``stop``. ``prompts`` are the token ids of each row's prompt, without padding."""
 
     def __init__(
         self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]

@@ -18,8 +18,8 @@ FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt")
 OF_PROCESSOR = ("chat_template.json", "processor_config.json")
 """Files in which processors of vision-language models have the chat template, if the tokenizer's files have none."""
 TEMPLATES = "chat_templates"
-"""Folder with chat templates in files ``NAME.jinja``, from which they are read here; transformers itself reads only the
-folder ``additional_chat_templates``."""
+"""Folder with chat templates in files ``NAME.jinja``, from which this program reads them; transformers itself reads
+only the folder ``additional_chat_templates``."""
 UNUSED = "[PAD{}]"
 """Names that GGUF files give to ids above the last token, which exist because the embeddings are padded."""
 RESERVED = ("messages", "add_generation_prompt", "tokenize", "tools", "documents", CLOCK)

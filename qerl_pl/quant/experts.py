@@ -222,7 +222,8 @@ class Mixture(nn.Module):
     def scores(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the router's score of every expert for each token of ``tokens`` [T, H]. Returns two tensors [T, E]
         fp32: the scores from which the weights of the experts' outputs are computed, and those by which experts are
-        chosen, to which some model families add a learned bias per expert; in the others, both are one tensor."""
+        chosen, to which some model families add a learned bias per expert; in the other families, both results are the
+        same tensor."""
         logits = F.linear(tokens.float(), self.gate.weight.float())
         if self.correction is None:
             scores = logits.softmax(-1)

@@ -51,7 +51,8 @@ class Format:
     scale_dtype: torch.dtype
     """Integer dtype of ``PackedWeight.block_scale``."""
     encode: Callable[[Tensor, Tensor], Tensor]
-    """Maps weights and the effective scales of their blocks, in one shape, to the uint8 codes of the nearest values."""
+    """Maps weights and the effective scales of their blocks, both of one shape, to the uint8 codes of the nearest
+    values."""
     round_scale: Callable[[Tensor, Tensor], Tensor]
     """Maps the largest magnitude of each block, and the tensor scale, to the bits of the block scale that makes this
     magnitude representable (min-max)."""
@@ -59,7 +60,7 @@ class Format:
     """Maps block scales and the tensor scale to the fp32 factor by which each block's values are multiplied."""
     nearby_scales: Callable[[Tensor], Iterator[Tensor]]
     """Yields block scales to try in place of the given ones when the quantiser searches for smaller rounding errors:
-    first the given block scales, then smaller and larger ones. Argument and results are the scales' bits, in one
+    first the given block scales, then smaller and larger ones. Argument and results are the bits of scales, all of one
     shape."""
     tensor_scale: Callable[[Tensor], Tensor] = no_tensor_scale
     """Maps the largest magnitude, [], of all weights that share one tensor scale to that tensor scale, [] fp64."""

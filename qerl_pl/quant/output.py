@@ -29,8 +29,9 @@ _CARRIED_NAMES = re.compile(r"LICEN[CS]E|NOTICE|USE_POLICY|merges|vocab", re.IGN
 
 class OutputFolder:
     """Checkpoint folder that is written as ``OUTPUT.partial`` and renamed at the end to ``OUTPUT``, which must not
-    exist, or be empty. A manifest lists the finished files, so a later run with equal ``settings`` (JSON types, all
-    that the files depend on) continues after them; a run with other settings is refused (ValueError)."""
+    exist before, or must be an empty folder. A manifest lists the finished files, so a later run with equal
+    ``settings`` (JSON types, all that the files depend on) continues after them; a run with other settings is refused
+    (ValueError)."""
 
     def __init__(self, output: Path, settings: Mapping[str, object]) -> None:
         self.output, self.settings = output, dict(settings)

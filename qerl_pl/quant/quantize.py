@@ -56,8 +56,8 @@ def quantize_checkpoint(
     for each.
 
     ``load_base`` can load the copy, and so can transformers and, except for NF4, vLLM. The device holds one decoder
-    block, with calibration data in fp32, and second moments of its layers' inputs. Host memory holds one block, or the
-    embeddings if they are larger, and the hidden states of the calibration data.
+    block and, with calibration data, this block in fp32 and the second moments of its layers' inputs. Host memory holds
+    one block, or the embeddings if they are larger, and the hidden states of the calibration data.
 
     Args:
         output: folder to create, new or empty; files that an interrupted call with equal settings finished are kept.

@@ -98,7 +98,7 @@ def with_adapter(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -
 
 
 class StartFolder:
-    """PEFT folder ``start``, inside a checkpoint that is being written, of the LoRA adapter that approximates this
+    """PEFT folder ``start`` inside a checkpoint that is being written, with the LoRA adapter that approximates this
     checkpoint's quantisation errors. There is one file per decoder block, until ``finish`` joins them. If ``rank`` is
     None there is no adapter: nothing is written, and ``read`` returns no tensors."""
 

@@ -90,9 +90,9 @@ def column_order(second_moment: Tensor) -> tuple[Tensor, Tensor]:
     """Choose the order in which GPTQ rounds the columns of weights, [K] int64, and compute ``inverse_factor`` of the
     inputs' second moment [K, K] with rows and columns in this order, [K, K] fp32.
 
-    GPTQ compensates each column's rounding error in the columns that are left. As the scales are fixed beforehand,
-    columns may be rounded in any order although neighbours share a scale: those whose inputs have the largest mean
-    squares come first, while most columns are left to compensate.
+    GPTQ compensates each column's rounding error in the columns that are not rounded yet. As the scales are fixed
+    beforehand, columns may be rounded in any order although neighbours share a scale: those whose inputs have the
+    largest mean squares come first, while most columns are left to compensate.
     """
     order = second_moment.diagonal().argsort(descending=True)
     return order, inverse_factor(second_moment[order][:, order])
