@@ -351,8 +351,9 @@ def identity_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint belongs to a run with another base, seed or adapter settings. ``saved`` has
-    these values from the checkpoint, ``current`` those of this start; the message lists all differences."""
+    """Raise ValueError if a checkpoint belongs to a run with another base, seed or adapter settings. ``saved`` has the
+    base's digest, the seed and the settings that the checkpoint stores, ``current`` those of the run that would load
+    it; the message lists all differences."""
     saved = {"lora.expert_rank": 0, **saved}  # checkpoints of earlier versions lack the rank where it is 0
     differences = [
         f"{'seed_everything' if name == 'seed' else f'model.{name}'}: the run has {json.dumps(saved.get(name))}, "
@@ -369,8 +370,8 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
 def tokens_as_before(before: int, now: int) -> int:
     """Choose the limit on the tokens of a training pass in a resumed run: ``before``, the limit before the
     interruption, or ``now``, the limit for which there is memory now, whichever is smaller. In other micro-batches sums
-    would be rounded in another way, so the resumed run would not equal one that was never interrupted; if the limit is
-    lower, there is a warning."""
+    would be rounded in another way, so the resumed run would not equal one that was never interrupted; if the limit
+    becomes lower than before, there is a warning."""
     if before > now:
         rank_zero_warn(
             f"there is memory for {now} tokens in a pass, and before the interruption a pass had up to {before}: the "

@@ -409,7 +409,7 @@ class QeRLModule(LightningModule):
 
     def start_engine(self) -> None:
         """Start the rollout engine, if it is not running, and tell the rollout loop the policy's end tokens and, if
-        training uses the experts that the engine chose, their numbers."""
+        training repeats the engine's choice of experts, the numbers of mixture-of-experts layers and of experts."""
         with nullcontext() if self._engine_runs else phase(f"starting {type(self.engine).__name__}"):
             self.engine.start(self.policy, max_model_len=self.settings.max_model_len)
         self._engine_runs = True

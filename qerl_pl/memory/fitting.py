@@ -16,8 +16,8 @@ from qerl_pl.policy.recompute import Recompute, Setting, ladder
 
 GIB = 2**30
 USUAL_MICRO_BATCH, LARGEST_MICRO_BATCH = 16384, 32768
-"""Tokens of a micro-batch if memory suffices: first for 7B and larger models, which train hardly faster with more,
-second for the smallest models."""
+"""Numbers of tokens of a micro-batch if memory suffices. The first is for 7B and larger models, which train hardly
+faster with more, the second for the smallest models."""
 BLOCK_WORK = 1.5e12
 """Product of the tokens of a micro-batch and the parameters of a decoder block. If it is smaller than this, the host
 launches a block's kernels more slowly than the GPU computes them: on an H200 machine, it took about 5 ms for the
@@ -75,7 +75,7 @@ def fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
 
 def _fitted(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> Plan:
     """Choose the settings that the user has left open by the rules that ``fitted`` describes, except the number of
-    sequences up to which decoding steps run as CUDA graphs, which ``run`` has."""
+    sequences up to which decoding steps run as CUDA graphs, which ``run`` gives."""
     offered = checkpointing_options(shape, run, gpu_bytes)
     fitting = [option for option in offered if option.train <= usable(gpu_bytes)]
     chosen = min(fitting, key=lambda option: option.time, default=offered[-1])

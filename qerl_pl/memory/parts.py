@@ -295,7 +295,7 @@ def engine_state(shape: ModelShape, engine: EngineMemory, *, length: int) -> int
     up to ``graph_sequences`` sequences, with two fp32 copies of the logits of that many sequences (models with
     recurrent layers have no such graphs); and, for each sequence, an int32 and a bit per token of the vocabulary for
     repetition penalties. With speculative decoding, vLLM also has a set of graphs for each number of drafted tokens,
-    logits for each of these, and the tokens of all sequences, up to ``length`` int32 each, in which it looks for
+    logits for the drafted tokens, and the tokens of all sequences, up to ``length`` int32 each, in which it looks for
     drafts.
     """
     num_seqs = engine.max_num_seqs

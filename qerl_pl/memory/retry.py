@@ -40,8 +40,8 @@ class MicroBatchBudget:
             work: makes the passes of an optimizer step of up to ``tokens`` tokens each.
             longest: tokens of the longest row (prompt and completion), below which the limit is not lowered.
             undo: reverts what a failed call of ``work`` has done, such as accumulated gradients.
-            free_cache: frees the KV cache of the rollout engine, and returns whether it was allocated (the method of
-                ``RolloutEngine``). It is tried first, because it changes no pass.
+            free_cache: frees the KV cache of the rollout engine, and returns whether it was allocated, as
+                ``RolloutEngine.free_cache`` does. It is tried first, because it changes no pass.
             recompute_more: raises the level of gradient checkpointing, and returns the new setting; None if the level
                 cannot be raised, so that the tokens per pass are halved instead.
             advice: what the user can do if memory runs out even with one row per pass, for the error message.
