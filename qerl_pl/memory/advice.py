@@ -19,8 +19,8 @@ class Change:
     key: str
     """Key of the setting in the YAML file, such as ``model.micro_batch_tokens``."""
     value: Any
-    """New value of the setting. If the setting is a number v, this is the largest of v/2, v/4, ... with which the run
-    fits."""
+    """New value of the setting. If the present value is a number v, the new one is the largest of v/2, v/4, ... with
+    which the run fits or, if it fits with none of them, the one that saves the most."""
     peak: int
     """Predicted peak of the run's GPU memory in bytes, with this change and all changes before it in the list."""
 

@@ -173,7 +173,7 @@ def smallest_gpu(shape: ModelShape, run: RunMemory) -> int:
 def longest_completion(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> int:
     """Return the largest number of tokens, a multiple of ``STEP``, that each completion of a run may have on a GPU; 0
     if not even ``STEP`` tokens fit. Open settings are chosen anew for each length, and the KV cache must hold at least
-    one sequence of it. The number of positions that the model supports is not considered.
+    one sequence of this length. The number of positions that the model supports is not considered.
     """
 
     def too_long(steps: int) -> bool:

@@ -111,10 +111,10 @@ def block_kept(shape: ModelShape, run: RunMemory, tokens: int) -> int:
     an adapter; A and B. In fp32: the inputs of all norms and the attention's log-sum-exp. Fused norms keep their inputs
     in the compute dtype and one fp32 number for each vector; fused SwiGLU does not keep the gate's activation.
 
-    Every block counts as one of the kind that keeps more, with or without attention, with experts or with a dense MLP.
-    A recurrent layer keeps, in the compute dtype, the inputs and outputs of the recurrence, the gate and the gated
-    output; and, in fp32, copies of the gate and of the input of the layer's norm. The tensors of a shared expert are
-    added to those of the chosen experts.
+    If blocks are of several kinds (with attention or recurrent, with experts or with a dense MLP), every block counts
+    with the kinds that keep more. A recurrent layer keeps, in the compute dtype, the inputs and outputs of the
+    recurrence, the gate and the gated output; and, in fp32, copies of the gate and of the input of the layer's norm.
+    The tensors of a shared expert are added to those of the chosen experts.
 
     With LoRA dropout, each linear layer with an adapter keeps, instead of its input, a copy of the input with zeros for
     dropped values, and a mask of one byte per value. Backward of attention needs its output in any case.

@@ -100,8 +100,8 @@ class ModelShape:
     last_linear: str
     """Name of the last linear layer of a block (e.g. ``down_proj``), whose output is not needed for backward."""
     linears: tuple[tuple[int, tuple[tuple[str, int, int], ...]], ...]
-    """Kinds of blocks: the number of blocks of each kind, and name, number of outputs N and number of inputs K of each
-    of their linear layers that LoRA may adapt."""
+    """Number of blocks of each kind, and the name, number of outputs N and number of inputs K of each linear layer in
+    such a block that LoRA may adapt."""
     linear_bytes: int
     """Bytes of the trainer's linear layers except the language-model head."""
     engine_linear_bytes: int
