@@ -45,8 +45,8 @@ COMMANDS = {
 QUICK = ("init",)
 """Commands that import nothing that takes seconds."""
 MEANT = {"train": "fit", "eval": "test", "evaluate": "test", "generate": "predict", "new": "init"}
-"""Maps names that other programs have for a command, such as ``train``, to this program's name for it. They are used in
-the error message for an unknown command."""
+"""Maps names that other programs have for a command, such as ``train``, to this program's name for it, which the error
+message for an unknown command suggests."""
 CONFIGURATIONS = {"tasks": "tasks", "models": "models", "arms": "arms", "eval": "eval", ".": "alone"}
 """Maps each folder of configuration files in this package to the title under which ``--help`` lists its files."""
 
@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     and the status is 2.
 
     Args:
-        argv: the words of the command line after the program's name; None: those of this process (``sys.argv[1:]``),
-            which the signals of ``SIGNALS`` then end.
+        argv: the words of the command line after the program's name; None: those of this process (``sys.argv[1:]``); in
+            this case, Ctrl-C, SIGTERM and SIGUSR1 end the process.
     """
     if argv is None:
         open_streams()

@@ -43,8 +43,8 @@ FILES = {
     "base": f" (digests of config.json and weights: {MOVED}",
     "end_tokens": f" (in generation_config.json, config.json and the tokenizer's files: {MOVED}",
 }
-"""Hints for error messages about those entries of a run's identity that are read from files of the base, by the entry's
-name."""
+"""Hints for error messages about those entries of a run's identity that are read from files of the base; the keys are
+the entries' names."""
 BLOCK, ALIGNMENT = 2**26, 64  # bytes: host memory that is allocated at once, and alignment of each tensor's copy in it
 
 
@@ -279,7 +279,7 @@ def _checksum(file: BinaryIO, size: int) -> bytes:
 
 def run_identity(*, base: str, lora: LoraSettings, seed: int) -> dict[str, Any]:
     """Return what identifies a run and is stored in its checkpoints: a digest of the base's files, the adapter settings
-    and the seed. Only a run for which all of these are equal can resume a checkpoint."""
+    and the seed. Only a run for which all of these equal the stored ones can resume a checkpoint."""
     settings = asdict(lora)
     del settings["start"]
     if lora.start is not None:

@@ -307,7 +307,8 @@ class QeRLModule(LightningModule):
     def _forget_scalars(self) -> None:
         """Delete from Lightning's results the scalars that the previous training step logged. Lightning would otherwise
         log the previous value of a scalar again if this step does not measure it. The first step after a resume has no
-        previous values, so the curves of a resumed run would differ from those of an uninterrupted one."""
+        previous values, so without this deletion the curves of a resumed run would differ from those of an
+        uninterrupted one."""
         for logged in self.trainer.fit_loop.epoch_loop._results.values():
             # this step has already called the hooks on_train_batch_start
             if not logged.meta.on_epoch and logged.meta.fx != "on_train_batch_start":

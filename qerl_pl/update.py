@@ -62,9 +62,9 @@ def improve(
     Rows without a gradient (advantage exactly 0, or left out of the loss) only get a forward pass, for the metrics.
 
     If GPU memory runs out, all passes of an optimizer step are repeated without the engine's KV cache, with more
-    recomputation of activations or with smaller micro-batches (``Batch.run``). ``step`` is called only with complete
-    gradients, and the losses of micro-batches are divided by the number of tokens or rows of the whole mini-batch. So
-    the division into micro-batches changes the update only by rounding.
+    recomputation of activations or with smaller micro-batches, as ``Batch.run`` describes. ``step`` is called only with
+    complete gradients, and the losses of micro-batches are divided by the number of tokens or rows of the whole
+    mini-batch. So the division into micro-batches changes the update only by rounding.
 
     Every rank calls this function with its own rows. Ranks may have different numbers of rows and micro-batches,
     because they communicate only before the updates, in ``step``, and for the metrics. In a mixture-of-experts model,

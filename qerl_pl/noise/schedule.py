@@ -24,7 +24,7 @@ def check_schedule(*, num_stages: int, sigma_start: float, sigma_end: float) -> 
 
 def stage_of(index: int, *, num_rollouts: int, num_stages: int) -> int:
     """Return the index, from 0, of the noise stage that a rollout belongs to: a run is split into ``num_stages`` stages
-    of equally many rollouts; rollouts after its end belong to the last stage."""
+    of equally many rollouts; rollouts after the end of the run belong to the last stage."""
     if index < 0:
         raise ValueError(f"rollout index is {index}; expected 0 or more")
     if num_rollouts < 1:

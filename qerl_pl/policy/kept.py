@@ -34,8 +34,8 @@ class Kept:
 
     def take(self) -> Tensor:
         """Remove the next of the results that ``put`` stored in the forward pass, in the order in which it stored them,
-        and return it as a tensor without autograd history. Raises RuntimeError if none is left, because backward runs a
-        second time over the same graph."""
+        and return it as a tensor without autograd history. Raises RuntimeError if none is left, which happens if
+        backward runs a second time over the same graph."""
         if not self._results:
             raise RuntimeError(
                 "a second backward pass over one graph: set model.gradient_checkpointing to none or to blocks"

@@ -53,9 +53,9 @@ def is_audited(logprobs: Tensor) -> Tensor:
 
 
 def draw_evidence(margins: Tensor, logprobs: Tensor) -> Tensor:
-    """Compute, for each token, the log-likelihood ratio of two hypotheses: that the token was sampled with noise
-    independent of ``keyed_noise``, to that it was sampled correctly. The only observation that counts is whether the
-    token's margin (``margins``) exceeds log 8 (``FAR``).
+    """Compute, for each token, the log-likelihood ratio of the hypothesis that the token was sampled with noise
+    independent of ``keyed_noise`` to the hypothesis that it was sampled correctly. The only observation that counts is
+    whether the token's margin (``margins``) exceeds log 8 (``FAR``).
 
     For a correct engine, the probability of such a margin is assumed to be at most ``MAX_FAR_SHARE`` at every token,
     given the tokens before it. The likelihood ratio then has a mean of at most 1, so products of these ratios are

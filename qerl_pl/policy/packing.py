@@ -188,8 +188,9 @@ def pack_for(tokens: Tensor, mask: Tensor, *, share: bool) -> tuple[Packed, Tens
 
 
 def share_prompts(tokens: Tensor, prompts: Tensor, lengths: Tensor) -> Layout | None:
-    """Pack rows such that each prompt occurs only once, followed by the completions of all rows that have it; None if
-    this would save less than a fraction ``WORTH`` of all tokens (``micro_batches_of_groups`` assumes the same limit).
+    """Pack rows such that each prompt occurs only once: all prompts come first, then all completions, those of the same
+    prompt together. Returns None if this would save less than a fraction ``WORTH`` of all tokens
+    (``micro_batches_of_groups`` assumes the same limit).
 
     Args:
         tokens: [B, S] int64.

@@ -98,7 +98,8 @@ class BlockStream:
     @torch.no_grad()
     def _run(self, block: nn.Module | None = None) -> Tensor:
         """Run the decoder on the hidden states of the S calibration sequences (``hidden``); returns its outputs, [S, L,
-        H] in host memory. Of its blocks only ``block`` computes (None: none); the others return their inputs."""
+        H] in host memory. Only the decoder block ``block`` computes, or none if it is None; the other blocks return
+        their inputs."""
         rows = max(1, _TOKENS // self.hidden.shape[1])
         out = torch.empty_like(self.hidden)
         for i in range(0, len(out), rows):

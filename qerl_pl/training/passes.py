@@ -79,8 +79,8 @@ class TeacherScores(NamedTuple):
 
 class Batch:
     """Experience of one rollout (its scored completions as tensors) on the policy's device, with what the trainer
-    computes for its tokens: log-probabilities and entropies before the first update, and those of reference and
-    teacher."""
+    computes for its tokens: log-probabilities and entropies before the first update, and log-probabilities under
+    reference and teacher."""
 
     def __init__(
         self,
@@ -103,8 +103,9 @@ class Batch:
         """[B, S] fp32 nats, the policy's entropies before the first update; 0 where none is computed."""
         routes = self.experience.routes
         self.others = None if routes is None else torch.full_like(routes[..., 0], UNSEEN, dtype=torch.uint8)
-        """[B, S, L] uint8, number of experts that the sampler used for each token and layer and the trainer's routers
-        would not have chosen before the first update; ``UNSEEN`` where none is computed. None if the routers choose."""
+        """[B, S, L] uint8: for each token and layer, how many of the experts that the sampler used would not have been
+        chosen by the trainer's routers before the first update; ``UNSEEN`` where this is not computed. None if training
+        lets the routers choose."""
         self.reference: Tensor | None = None
         """[B, S] fp32 nats, log-probabilities under the reference policy; None if they are not needed."""
         self.teacher: TeacherScores | None = None
