@@ -116,10 +116,11 @@ class MismatchLedger(Callback):
 
 
 def few_rows(lengths: Tensor, *, num_rows: int, max_tokens: int, num_ranks: int = 1) -> Tensor:
-    """Choose the completions of this rank whose log-probabilities engine and trainer compare, spread evenly over the
-    rank's B completions; returns their indices, int64. ``num_rows`` and ``max_tokens`` (prompts included) are limits
-    for all ranks together; this rank takes as many completions as its share of both allows, but at least one, however
-    long. ``lengths`` [B] has the number of tokens of each completion with its prompt."""
+    """Choose the completions of this rank for which the engine's log-probabilities are compared with the trainer's,
+    spread evenly over the rank's B completions; returns their indices, int64. ``num_rows`` and ``max_tokens`` (prompts
+    included) are limits for all ranks together, of which each rank has an equal share. This rank takes as many
+    completions as its share of both allows, but at least one, however long. ``lengths`` [B] has the number of tokens of
+    each completion with its prompt."""
     most, max_tokens = min(-(-num_rows // num_ranks), len(lengths)), max_tokens // num_ranks
     spread = [torch.arange(count) * len(lengths) // count for count in range(most, 0, -1)] or [torch.arange(0)]
     return next((rows for rows in spread if lengths[rows].sum() <= max_tokens), spread[-1])

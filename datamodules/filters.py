@@ -68,8 +68,8 @@ class Filters:
         return all(passes)
 
     def report(self, path: str | Sequence[str]) -> None:
-        """Log how many rows were kept, and how many had null in a restricted column. Raises NoColumnError if no row has
-        a column that is restricted."""
+        """Log how many rows passed the filters, and how many had null in a column with a filter. Raises NoColumnError
+        if a filter is for a column that no row has."""
         for error in filter(None, self._missing.values()):
             raise error
         if self._num_kept < self._num_rows:

@@ -109,8 +109,8 @@ def fault_in_files(arguments: Sequence[str]) -> str | None:
 
 
 def check_yaml(path: Path) -> None:
-    """Raise ValueError, with file and line, for an unknown top-level key, an empty section, a setting that follows from
-    others, or a fault for which ``mapping_in`` raises it."""
+    """Raise ValueError, with file and line, for an unknown top-level key, an empty section, a setting that may not be
+    given because its value follows from other settings, or a file that ``mapping_in`` cannot read."""
     if path.suffix in DATA:
         raise ValueError(
             f"{path} holds data and not settings: -c takes YAML files; name data by --data.source "

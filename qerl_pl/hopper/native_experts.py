@@ -193,8 +193,8 @@ def unread(model: nn.Module, linears: Mapping[str, FrozenLinear]) -> set[str]:
 
 def lend(model: nn.Module, linears: Mapping[str, FrozenLinear], *, unread: Collection[str]) -> None:
     """Store a reference to the trainer's weights, for ``install``, in each MoE layer whose experts vLLM has not read
-    from the checkpoint (``unread`` has their names, as in ``Fused.name``). The layer's parameters become placeholders
-    on the GPU that take no memory, so that vLLM has nothing to copy to the GPU."""
+    from the checkpoint; ``unread`` has the names of these experts' linear layers, as in ``Fused.name``. The layer's
+    parameters become placeholders on the GPU that take no memory, so that vLLM has nothing to copy to the GPU."""
     for parent, layer, stacks in lent_layers(model, linears):
         if f"{parent}.0.down_proj" in unread:
             layer.trainers_experts = stacks

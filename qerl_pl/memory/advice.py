@@ -45,7 +45,8 @@ def advice(shape: ModelShape, run: RunMemory, gpu_bytes: int) -> list[Change]:
     """List the changes of settings that together make a run fit on a GPU, in the order of ``savings``: changes that
     harm the run least come first. A change is left out if it does not reduce the bytes that exceed the usable memory,
     or if the other changes suffice without it. If the run does not fit even with all changes, the ``peak`` of the last
-    change is larger than the part of the GPU's memory that a run may use (``fitting.usable``).
+    change, which is that with all listed changes, is larger than the part of the GPU's memory that a run may use
+    (``fitting.usable``).
     """
 
     def planned(changes: Mapping[str, Any]) -> Plan:

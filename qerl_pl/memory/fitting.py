@@ -220,7 +220,8 @@ def _micro_batch(shape: ModelShape, run: RunMemory, gpu_bytes: int, *, most: int
 
 def time_per_token(shape: ModelShape, run: RunMemory, how: Recompute, tokens: int) -> float:
     """Predict the time per token of a training pass of ``tokens`` tokens at a level of gradient checkpointing, in units
-    of the time per token of an infinitely long pass without gradient checkpointing."""
+    of the time per token without gradient checkpointing in passes of so many tokens that the fixed time of a pass does
+    not matter."""
     time = 1 + OVERHEAD / tokens
     if not how.selective:
         return time

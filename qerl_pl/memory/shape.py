@@ -121,8 +121,8 @@ class ModelShape:
     other_bytes: int
     """Bytes of norms, biases and convolutions."""
     largest_packed: int
-    """Number of weights of the largest 4-bit linear layer, where the layers of all experts of a block count as one; 0
-    for a model without 4-bit weights."""
+    """Number of weights of the largest 4-bit linear layer, where one projection (such as gate) of all experts of a
+    block counts as one layer; 0 for a model without 4-bit weights."""
     recurrent: Recurrent
     """Layers without attention."""
     positions: int | None
@@ -281,8 +281,8 @@ def _shape(
 
 def is_unpacked(fmt: Format | None, *, on_gpu: bool, on_blackwell: bool) -> bool:
     """Return whether vLLM 0.32 holds weights of the format ``fmt`` (None: not quantised) dequantised, because it has no
-    kernels that multiply 16-bit activations by them. This holds for NF4, and for MXFP4 on a CPU and on Blackwell GPUs,
-    on which vLLM's MXFP4 kernels also quantise activations."""
+    kernels that multiply 16-bit activations by them. This holds for NF4, for MXFP4 on a CPU, and for MXFP4 on Blackwell
+    GPUs, where vLLM's MXFP4 kernels would quantise activations, too."""
     return fmt is NF4 or (fmt is MXFP4 and (on_blackwell or not on_gpu))
 
 

@@ -119,7 +119,8 @@ def importance_weights(
         level: which ratio a token has.
         low: lower bound of the ratio.
         high: upper bound of the ratio.
-        rejection: bounds outside of which a whole row gets weight 0; None rejects no row.
+        rejection: a level and bounds: a row whose ratio at this level is outside of them gets weight 0 as a whole; None
+            rejects no row.
 
     Raises:
         ValueError: the shapes differ, or not 0 <= low <= 1 <= high, or "mask" has low = high.

@@ -58,7 +58,8 @@ class TeacherTerm:
     @property
     def mixture(self) -> float | None:
         """Weight beta of the teacher in the generalised Jensen-Shannon divergence: 0 is the forward KL, KL(teacher ||
-        policy), and 1 the reverse KL. It is None for "sampled", which compares only the sampled tokens."""
+        policy), and 1 the reverse KL. It is None if the divergence is "sampled", an estimate that uses only the
+        log-probabilities of the sampled tokens."""
         between = 0.5 if self.beta is None else self.beta
         shares: dict[Kind, float | None] = {"sampled": None, "forward": 0.0, "reverse": 1.0, "jensen_shannon": between}
         return shares[self.divergence]

@@ -94,8 +94,8 @@ def keeping() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 class _Run:
     """Context manager in which torch.utils.checkpoint computes a decoder block, in forward or again in backward. Within
-    it, ``active`` returns the object with the block's stored results. torch may enter one such context several times,
-    one after the other."""
+    it, ``active`` returns the object with the results that were kept for the block in forward. torch may enter one such
+    context several times, one after the other."""
 
     def __init__(self, kept: Kept, *, recomputing: bool) -> None:
         self._kept, self._recomputing = kept, recomputing

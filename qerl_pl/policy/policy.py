@@ -296,13 +296,14 @@ class Policy(nn.Module):
 
         ``tokens``, ``mask``, ``temperature`` and ``routes`` (rows, tokens to select, sampling temperature, experts to
         use) are arguments of ``token_stats`` too; ``end_tokens`` are the tokens that end a completion. ``seeds`` [B]
-        int64 are the seeds of the requests with which vLLM sampled the rows on a GPU, from which its noise is computed
-        (``margins.keyed_noise``); None for other engines.
+        int64 are the seeds of the requests with which vLLM sampled the rows on a GPU, from which the Gumbel noise of
+        its sampler is computed (``margins.keyed_noise``); None for other engines.
 
         Returns:
-            Log-probabilities under the policy and under K other ways of sampling, [N, 1 + K] in nats
-            (``evidence.alternative_logprobs``); and margins, [N] fp32 in nats (``margins.margins``), 0 without seeds
-            and for tokens that ``margins.is_audited`` excludes.
+            Log-probabilities under the policy and under K faulty ways to sample, such as another temperature,
+            [N, 1 + K] in nats (``evidence.alternative_logprobs``); and margins, [N] fp32 in nats: by how much the sum
+            of logit and noise of the token that wins under the trainer's logits exceeds that of the sampled token
+            (``margins.margins``), 0 without seeds and for tokens that ``margins.is_audited`` excludes.
         """
         ends = torch.tensor(end_tokens, dtype=torch.int64, device=tokens.device)
         (row, column), hidden, _ = self._predicting(tokens, mask, routes)
@@ -328,8 +329,8 @@ class Policy(nn.Module):
         return shares_prompts(self.causal_lm)
 
     def head(self, temperature: float) -> Head:
-        """Return the output head, together with the temperature and the soft cap by which its logits become the
-        distribution that tokens are sampled from at the given sampling temperature."""
+        """Return the output head, the divisor of its logits (the sampling temperature ``temperature`` times the model's
+        own divisor), and the model's soft cap of logits, None if it has none."""
         return head_of(self.causal_lm, self.family, temperature)
 
     def _predicting(

@@ -88,8 +88,8 @@ def call(
 
     A reward that is called as TRL calls rewards gets prompts and completions as lists of messages if ``messages`` is
     True, as texts if it is False, and as TRL does if it is None: as messages if the questions in the data set are lists
-    of messages. It gets ``progress``, the optimizer steps of the run, as ``trainer_state``. Raises ValueError if a
-    parameter without a default is not the name of a column.
+    of messages. It gets ``progress``, the numbers of optimizer steps done and in all, as ``trainer_state``. Raises
+    ValueError if a parameter without a default is not the name of a column.
     """
     if takes_objects(name, reward):
         objects = {"prompts": list(prompts), "completions": list(completions)}

@@ -245,8 +245,8 @@ def _comparisons(judged: Sequence[Judged]) -> list[str]:
 def write_files(study: Study, groups: Sequence[Group], folder: Path) -> str:
     """Write the analysis of a study to files in ``folder``, and return the text of analysis.md. The other files are
     readouts.csv, comparisons.jsonl, and surprisal/ARM_POINT.json with the mean of -log p over the sampled tokens of
-    each rollout, in nats, under the distribution that they were sampled from, averaged over the runs of an arm at a
-    point of the grid."""
+    each rollout, in nats, under the distribution that they were sampled from, averaged over the seeds of an arm with
+    the same values of the study's ``grid``, POINT."""
     collapsed = not_finite(study, groups)
     rank_collapsed_last(groups, study.analysis.metric)
     judged = all_compared(study, groups)

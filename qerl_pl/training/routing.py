@@ -13,8 +13,8 @@ from qerl_pl.quant.experts import UNSEEN
 from qerl_pl.training.passes import Batch
 
 MOST_OTHERS = 0.25
-"""Largest allowed share of the sampler's choices of experts in a layer that differ from the trainer's. It is some
-hundredths in correct runs, and would be near 1 - k / E if the experts were those of another token or layer."""
+"""Largest allowed share of the sampler's choices of experts in a layer that differ from the trainer's. The share is
+some hundredths in correct runs, and would be near 1 - k / E if the experts were those of another token or layer."""
 
 
 def checked_routing(batch: Batch) -> dict[str, Tensor]:
