@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from qerl_pl.common.checks import shortened
 from qerl_pl.common.files import searched
 from qerl_pl.common.json_lines import is_null, object_in_text, only_entry, read_json_lines, refuse, stored_text
 from qerl_pl.common.packages import not_installed
@@ -65,8 +66,15 @@ class Row(NamedTuple):
         return self._filled(self.value(column), column)
 
     def answer(self, column: str) -> str:
-        """Return the known answer in a column as text. A list with one entry is replaced by this entry."""
-        return self._filled(only_entry(self.value(column)), column)
+        """Return the known answer in a column as text. A list with one entry is replaced by this entry. Raises
+        ValueError for any other list and for a mapping, which only a reward can read."""
+        value = only_entry(self.value(column))
+        if value and isinstance(value, list | tuple | Mapping):
+            raise ValueError(
+                f"{self.where}: column {column!r} is {shortened(repr(value))}; expected text or a number, or the "
+                "setting answer: null and a reward that reads the column in prompt.row"
+            )
+        return self._filled(value, column)
 
     def optional_text(self, column: str) -> str | None:
         """Return the text in a column; None if the row lacks the column, or if the column is null or blank."""

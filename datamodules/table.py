@@ -1,14 +1,12 @@
 """A source of problems from any table of questions or chats: JSON Lines, Parquet, or a data set of the hub."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from datamodules.filters import Filters, Value
 from datamodules.messages import chat_of_value, question_of, read_messages
 from datamodules.rows import BadRows, OnBadRows, Row, in_share, read_rows
-from qerl_pl.common.checks import shortened
-from qerl_pl.common.json_lines import is_null, only_entry
+from qerl_pl.common.json_lines import is_null
 from qerl_pl.common.types import Message, Problem
 from qerl_pl.rewards.answers import marked_answer
 
@@ -113,7 +111,7 @@ class Table:
         return problems
 
     def _problem(self, row: Row) -> Problem:
-        answer = "" if self.answer is None else self._answer(row, self.answer)
+        answer = "" if self.answer is None else row.answer(self.answer)
         if self.marker is not None:
             answer = marked_answer(answer, self.marker)
             if not answer:
@@ -126,15 +124,6 @@ class Table:
                 raise ValueError(f"{row.where}: there are two system prompts, in the messages and in {self.system!r}")
             messages = ({"role": "system", "content": system}, *asked)
         return Problem(question, answer, messages, row.columns)
-
-    def _answer(self, row: Row, column: str) -> str:
-        value = only_entry(row.value(column))
-        if value and isinstance(value, list | tuple | Mapping):
-            raise ValueError(
-                f"{row.where}: column {column!r} is {shortened(repr(value))}; expected text or a number, or the "
-                "setting answer: null and a reward that reads the column in prompt.row"
-            )
-        return row.answer(column)
 
     def _asked(self, row: Row) -> tuple[str, tuple[Message, ...]]:
         column = self.question
