@@ -130,6 +130,11 @@ class VLLMEngine:
         return EngineMemory(dtype=self.dtype, kv_cache_bytes=self.kv_cache_bytes, **sizes)
 
     @property
+    def _sizes(self) -> EngineMemory:
+        """Sizes with which the engine runs: those that the memory plan has chosen or, without a plan, the settings'."""
+        return self._planned or self.memory
+
+    @property
     def speculates(self) -> bool:
         """Whether the engine uses speculative decoding. With ``speculation: auto``, the value is True before ``start``
         if the machine allows it, and after ``start`` only if the model does, too."""
@@ -157,7 +162,7 @@ class VLLMEngine:
         self._end_tokens = end_tokens(policy.base, policy.config)
         self._llm, self._on_cpu, self._owns_group, recorder = launch(
             policy,
-            self._planned or self.memory,
+            self._sizes,
             self._arguments | self._speculative_arguments(policy),
             dtype=self.dtype,
             max_model_len=max_model_len,
@@ -215,7 +220,7 @@ class VLLMEngine:
                 if faster and self.speculates:
                     self._drafts = self._call(faster.speculate)
                 if faster:
-                    self._call(faster.use_graphs, (self._planned or self.memory).graph_sequences)
+                    self._call(faster.use_graphs, self._sizes.graph_sequences)
         self.load_adapter(self._policy.adapter_state())
 
     def generate(
@@ -381,9 +386,9 @@ class VLLMEngine:
         lora = self._lora_request if adapter else None
         if self._drafts:
             self._drafts.forget()
-            scheduler, memory = self._scheduler(), self._planned or self.memory
-            scheduler.dynamic_sd_lookup = native.for_vllm().guard.drafts_by_sequences(
-                self.draft_history, self._arguments["max_num_seqs"], graph_tokens=memory.graph_sequences
+            sizes = self._sizes
+            self._scheduler().dynamic_sd_lookup = native.for_vllm().guard.drafts_by_sequences(
+                self.draft_history, sizes.max_num_seqs, graph_tokens=sizes.graph_sequences
             )
         with preserved_rng(), any_algorithm(), self._norms_of(adapter):
             return requests.results(self._running(), prompts, params, lora, on_cpu=self._on_cpu, bar=bar)
