@@ -509,7 +509,9 @@ TABLES = {
             "model": cell("shape", "model"),
             "method": cell("shape", "method"),
             "residual": cell("shape", "residual"),
-            "calibration": lambda line: " x ".join(map(str, line["shape"].get("calibration_tokens", []))) + " tokens",
+            "calibration, sequences x tokens": lambda line: " x ".join(
+                map(str, line["shape"].get("calibration_tokens", []))
+            ),
             "seconds": cell("median_s", digits=0),
             "GB read and written": lambda line: " and ".join(f"{size / 1e9:.1f}" for size in line["bytes"]),
         },
