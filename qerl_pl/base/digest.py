@@ -39,8 +39,8 @@ def stored_digests(folder: Path, files: Sequence[Path]) -> dict[str, str]:
     missing = [path for path in files if path.name not in digests]
     if missing:
         total = sum(stats[path.name].st_size for path in missing)
-        named = folder.name if missing[0].suffix == ".safetensors" else missing[0].name
-        text = f"reading {named} once for its digest"
+        model = folder if missing[0].suffix == ".safetensors" else missing[0]  # else a GGUF file
+        text = f"reading {model.name} once for its digest"
         with phase(text, total=total, unit="B") as progress, ThreadPoolExecutor(max_workers=4) as threads:
             read = threads.map(partial(_file_digest, progress=progress), missing)
             digests |= {path.name: digest for path, digest in zip(missing, read, strict=True)}
