@@ -8,7 +8,8 @@ with speculation off and on, each in a process of its own. A line ``drafts/MODEL
 mean surprisal of the sampled tokens (nats; the entropy of the distribution that is sampled, estimated), the lengths of
 the completions, and, with speculation, drafts and accepted tokens. As in training, ``qerl_pl/hopper/draft_guard.py``
 decides after each rollout, for each number of sequences that decode at the same time, whether the next rollout uses
-drafts. The first rollout, in which vLLM compiles kernels, is not timed.
+drafts. The first rollout, in which vLLM compiles kernels, is not timed. With --speculation, tests/bench/together.py can
+start several of these programs at once.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from qerl_pl.rollout.vllm import VLLMEngine
 from tests.bench import harness
 from tests.bench.bench_four_bits import PROMPT_TOKENS, SYSTEM
 from tests.bench.harness import DEVICE, DTYPE, FORMATS, RANK
+from tests.bench.together import turn
 
 
 def measure(args: argparse.Namespace, model: Path, base: str) -> None:
@@ -43,39 +45,40 @@ def measure(args: argparse.Namespace, model: Path, base: str) -> None:
     engine = VLLMEngine(max_num_seqs=max(args.prompts) * args.completions, speculation=args.speculation)
     engine.start(policy, max_model_len=PROMPT_TOKENS + args.tokens)
     engine.load_adapter(policy.adapter_state())
-    for count, temperature in product(args.prompts, args.temperatures):
-        sampling = Sampling(args.completions, args.tokens, temperature)
-        seconds, completions, engine.draft_history = [], [], []
-        for repeat in range(args.repeats + 1):
-            engine.draft_counts.clear()
-            begin = time.perf_counter()
-            groups = engine.generate(prompts[repeat * count : (repeat + 1) * count], sampling, repeat)
-            if repeat:
-                seconds.append(time.perf_counter() - begin)
-                completions += [each for group in groups for each in group]
-            if args.speculation == "on":
-                guard = native.for_vllm().guard
-                engine.draft_history = guard.remembered(engine.draft_history, guard.by_class(engine.draft_counts))
-        lengths = sorted(len(each.tokens) for each in completions)
-        harness.emit(
-            f"drafts/{model.name.removesuffix('.gguf')}",
-            {
-                "base": base,
-                "prompts": count,
-                "completions": args.completions,
-                "max_tokens": args.tokens,
-                "temperature": temperature,
-                "speculation": args.speculation,
-            },
-            DTYPE,
-            sorted(seconds),
-            output=args.output,
-            rollout_s=seconds,
-            tokens=sum(lengths),
-            surprisal=-mean(value for each in completions for value in each.logprobs),
-            lengths=[mean(lengths), lengths[len(lengths) // 2], lengths[-1]],
-            drafts_by_class=engine.draft_history,  # drafts, verifications and tokens, later rollouts counting more
-        )
+    with turn():
+        for count, temperature in product(args.prompts, args.temperatures):
+            sampling = Sampling(args.completions, args.tokens, temperature)
+            seconds, completions, engine.draft_history = [], [], []
+            for repeat in range(args.repeats + 1):
+                engine.draft_counts.clear()
+                begin = time.perf_counter()
+                groups = engine.generate(prompts[repeat * count : (repeat + 1) * count], sampling, repeat)
+                if repeat:
+                    seconds.append(time.perf_counter() - begin)
+                    completions += [each for group in groups for each in group]
+                if args.speculation == "on":
+                    guard = native.for_vllm().guard
+                    engine.draft_history = guard.remembered(engine.draft_history, guard.by_class(engine.draft_counts))
+            lengths = sorted(len(each.tokens) for each in completions)
+            harness.emit(
+                f"drafts/{model.name.removesuffix('.gguf')}",
+                {
+                    "base": base,
+                    "prompts": count,
+                    "completions": args.completions,
+                    "max_tokens": args.tokens,
+                    "temperature": temperature,
+                    "speculation": args.speculation,
+                },
+                DTYPE,
+                sorted(seconds),
+                output=args.output,
+                rollout_s=seconds,
+                tokens=sum(lengths),
+                surprisal=-mean(value for each in completions for value in each.logprobs),
+                lengths=[mean(lengths), lengths[len(lengths) // 2], lengths[-1]],
+                drafts_by_class=engine.draft_history,  # drafts, verifications and tokens, later rollouts counting more
+            )
     engine.close()
 
 
